@@ -1,0 +1,213 @@
+"""How arms are timed against each other: one protocol for the demo and for every benchmark.
+
+* An *arm* is one way to compute Step 3. ``prepare`` builds what a server would have beforehand (kernels, workspace, tuned
+  configurations); ``call`` is one whole call on one of the prepared input sets, everything that depends on the indices included.
+* Arms rotate inside one run: round 0 goes A B C, round 1 goes B C A, and so on, so that drifting clocks hit all of them alike.
+* A round times ``calls`` consecutive calls of one arm with one pair of CUDA events. The calls walk through the input sets.
+  With one set the caches are warm; with enough sets (:func:`sets_for_cold_cache`) no set is left in L2 when its turn comes.
+* ``eager`` calls the arm from Python, ``graph`` replays CUDA Graphs of the same calls, one per input set.
+* Every round's figure is kept; the median is reported together with the smallest and the largest. Nothing is discarded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from .inputs import Step3Inputs
+
+Mode = Literal["eager", "graph"]
+
+
+class ArmUnavailable(RuntimeError):
+    """This machine can't run the arm; the message says why, in a sentence that ends up in the report."""
+
+
+class Arm(ABC):
+    """One way to compute Step 3 (or one stage of it)."""
+
+    name: str
+    description: str
+
+    @abstractmethod
+    def prepare(self, sets: Sequence[Step3Inputs]) -> None:
+        """Get ready for calls on ``sets`` (not timed). Raises :class:`ArmUnavailable`."""
+
+    @abstractmethod
+    def call(self, index: int) -> torch.Tensor:
+        """One whole call on input set ``index`` on the current stream, without a device synchronisation."""
+
+    def release(self) -> None:
+        """Drop what :meth:`prepare` made."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Sizes of a measurement. ``rounds`` should be odd, so that the median is a round that was measured."""
+
+    rounds: int = 11
+    calls: int = 20
+    warmup: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("calls", 1), ("warmup", 0)):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"Protocol: {name} must be >= {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call of one arm: one figure per round, in the order measured."""
+
+    rounds_ms: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median over the rounds."""
+        return statistics.median(self.rounds_ms)
+
+    @property
+    def low(self) -> float:
+        """Fastest round."""
+        return min(self.rounds_ms)
+
+    @property
+    def high(self) -> float:
+        """Slowest round."""
+        return max(self.rounds_ms)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the three figures and every round."""
+        return {"median_ms": self.median, "min_ms": self.low, "max_ms": self.high, "rounds_ms": list(self.rounds_ms)}
+
+
+class CudaClock:
+    """Times work on the current CUDA stream with a pair of events."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+
+    def time(self, work: Callable[[], None]) -> float:
+        """Run ``work`` and return its time on the device in milliseconds."""
+        start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._torch.cuda.synchronize()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self._torch.cuda.synchronize()
+
+
+class HostClock:
+    """Times work that is finished when it returns (CPU tensors)."""
+
+    def time(self, work: Callable[[], None]) -> float:
+        """Run ``work`` and return its wall-clock time in milliseconds."""
+        start = time.perf_counter()
+        work()
+        return (time.perf_counter() - start) * 1e3
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def first_line(error: Exception) -> str:
+    """An exception in one line, for a report."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def sets_for_cold_cache(kv_bytes: int, l2_bytes: int) -> int:
+    """How many input sets to rotate so that a set's K and V are gone from L2 when its turn comes again.
+
+    The K/V of the *other* sets alone exceed twice the L2, whatever Q and the output add.
+    """
+    return 2 * l2_bytes // max(kv_bytes, 1) + 2
+
+
+def capture(arm: Arm, sets: int) -> list[Callable[[], None]]:
+    """CUDA Graphs of ``arm``'s call on each set, as replay functions. Raises RuntimeError when the arm can't be captured."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for index in range(sets):
+            arm.call(index)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+    replays = []
+    for index in range(sets):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            arm.call(index)
+        replays.append(graph.replay)
+    return replays
+
+
+def measure(
+    arms: Sequence[Arm],
+    sets: int,
+    protocol: Protocol,
+    *,
+    mode: Mode = "eager",
+    clock: CudaClock | HostClock | None = None,
+    on_round: Callable[[str], None] | None = None,
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time prepared ``arms`` against each other.
+
+    Args:
+        arms: prepared arms, with different names.
+        sets: how many of the prepared input sets to rotate through.
+        protocol: how many rounds and calls.
+        mode: ``eager`` or ``graph``.
+        clock: how to take the time; CUDA events by default.
+        on_round: called with the arm's name after each of its rounds (for a progress bar).
+
+    Returns:
+        timings by arm name, and for the arms that failed the reason instead (an arm that fails drops out; the others go on).
+    """
+    clock = clock or CudaClock()
+    failed: dict[str, str] = {}
+    calls: dict[str, Callable[[int], object]] = {}
+    for arm in arms:
+        try:
+            if mode == "graph":
+                replays = capture(arm, sets)
+                calls[arm.name] = lambda index, replays=replays: replays[index]()
+            else:
+                calls[arm.name] = arm.call
+            for index in range(protocol.warmup):
+                calls[arm.name](index % sets)
+            clock.synchronize()
+        except RuntimeError as error:
+            calls.pop(arm.name, None)
+            failed[arm.name] = first_line(error)
+
+    names = list(calls)
+    rounds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(protocol.rounds):
+        turn = number % max(len(names), 1)
+        for name in names[turn:] + names[:turn]:
+
+            def work(call: Callable[[int], object] = calls[name], first: int = number * protocol.calls) -> None:
+                for step in range(first, first + protocol.calls):
+                    call(step % sets)
+
+            rounds[name].append(clock.time(work) / protocol.calls)
+            if on_round is not None:
+                on_round(name)
+    return {name: Timing(tuple(figures)) for name, figures in rounds.items()}, failed
