@@ -1,0 +1,161 @@
+// The library's exported functions (TVM FFI): argument checks that the Python side cannot leave out, then one launch each.
+// Shapes and dtypes are checked in pageweaver_sglang; what is asserted here guards against a mismatch of the two.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+#include "common.cuh"
+#include "regroup.cuh"
+#include "union8.cuh"
+#include "union_prep.cuh"
+
+namespace {
+
+namespace ffi = tvm::ffi;
+using ffi::Optional;
+using ffi::TensorView;
+
+constexpr double kLog2E = 1.4426950408889634;
+
+cudaStream_t current_stream(const TensorView& tensor) {
+  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
+}
+
+void check_cuda(cudaError_t error, const char* function) {
+  if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << function << ": " << cudaGetErrorString(error);
+}
+
+// Launches go to the device of the tensors, whatever device the calling thread has current.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const TensorView& tensor) {
+    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+    device_ = tensor.device().device_id;
+    if (device_ != previous_) check_cuda(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (device_ != previous_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0, device_ = 0;
+};
+
+template <class T>
+T* data(const TensorView& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+template <class T>
+const T* data_or_null(const Optional<TensorView>& tensor) {
+  return tensor.has_value() ? static_cast<const T*>(tensor.value().data_ptr()) : nullptr;
+}
+
+void require(bool condition, const char* function, const char* what) {
+  if (!condition) TVM_FFI_THROW(ValueError) << function << ": " << what;
+}
+
+pw::Lengths lengths_of(const TensorView& cu_seqlens, const TensorView& prefix_lens, const Optional<TensorView>& seq_lens, int64_t tokens) {
+  pw::Lengths lengths;
+  lengths.cu_seqlens = data<const int32_t>(cu_seqlens);
+  lengths.prefix_lens = data<const int32_t>(prefix_lens);
+  lengths.seq_lens = data_or_null<int32_t>(seq_lens);
+  lengths.requests = static_cast<int>(prefix_lens.size(0));
+  lengths.tokens = static_cast<int>(tokens);
+  return lengths;
+}
+
+// topk_idx int32 [kv_heads, tokens, k] -> perm int32 [kv_heads, tokens].
+void regroup(TensorView topk_idx, TensorView cu_seqlens, TensorView prefix_lens, TensorView perm, int64_t window, int64_t group_size,
+             int64_t page_size, int64_t capacity, bool guard_window) {
+  require(topk_idx.stride(2) == 1 && perm.IsContiguous(), "regroup", "topk_idx rows and perm must be contiguous");
+  DeviceGuard guard(topk_idx);
+  check_cuda(pw::launch_regroup(data<const int32_t>(topk_idx), topk_idx.stride(0), topk_idx.stride(1), topk_idx.size(0), topk_idx.size(2),
+                                lengths_of(cu_seqlens, prefix_lens, Optional<TensorView>(), topk_idx.size(1)), window, group_size,
+                                page_size, capacity, guard_window, data<int32_t>(perm), current_stream(topk_idx)),
+             "regroup");
+}
+
+// Fills the plan's arrays (pageweaver_sglang/plan.py); `slots` only when req_to_token is given.
+void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_seqlens, TensorView seq_lens, TensorView prefix_lens,
+                Optional<TensorView> req_to_token, Optional<TensorView> slot_ids, int64_t num_pool_pages, int64_t window,
+                int64_t page_size, TensorView pages, TensorView masks, TensorView counts, TensorView queries, TensorView limits,
+                Optional<TensorView> slots) {
+  require(topk_idx.stride(2) == 1, "union_prep", "topk_idx rows must be contiguous");
+  require(req_to_token.has_value() == slots.has_value() && req_to_token.has_value() == slot_ids.has_value(), "union_prep",
+          "req_to_token, slot_ids and slots go together");
+  DeviceGuard guard(topk_idx);
+  pw::PlanPtrs plan;
+  plan.pages = data<int32_t>(pages);
+  plan.masks = data<uint8_t>(masks);
+  plan.counts = data<int32_t>(counts);
+  plan.queries = data<int32_t>(queries);
+  plan.limits = data<int32_t>(limits);
+  plan.slots = const_cast<int32_t*>(data_or_null<int32_t>(slots));
+  const bool wide_slot_ids = slot_ids.has_value() && slot_ids.value().dtype().bits == 64;
+  check_cuda(pw::launch_union_prep(data<const int32_t>(topk_idx), topk_idx.stride(0), topk_idx.stride(1), topk_idx.size(0),
+                                   topk_idx.size(2), data_or_null<int32_t>(perm),
+                                   lengths_of(cu_seqlens, prefix_lens, seq_lens, topk_idx.size(1)), data_or_null<int32_t>(req_to_token),
+                                   req_to_token.has_value() ? req_to_token.value().stride(0) : 0, data_or_null<void>(slot_ids),
+                                   wide_slot_ids, num_pool_pages, window, queries.size(2), page_size, plan, pages.size(1), pages.size(2),
+                                   current_stream(topk_idx)),
+             "union_prep");
+}
+
+// out[i] = attention of query i over its own pages; the plan's group size picks the kernel (8: Union8, 4: Union4).
+void union8(TensorView q, TensorView k_cache, TensorView v_cache, TensorView slots, TensorView pages, TensorView masks, TensorView counts,
+            TensorView queries, TensorView limits, TensorView out, double sm_scale, double k_scale, double v_scale,
+            Optional<TensorView> k_scale_device, Optional<TensorView> v_scale_device) {
+  const int kv_heads = static_cast<int>(k_cache.size(1));
+  const int64_t group_size = queries.size(2);
+  require(group_size == 8 || group_size == 4, "union8", "group_size must be 8 or 4");
+  require(q.size(1) == 16 * kv_heads && q.size(2) == 128 && k_cache.size(2) == 128, "union8",
+          "16 query heads per KV head and head dim 128 are built in");
+  require(q.stride(2) == 1 && out.stride(2) == 1 && k_cache.stride(2) == 1 && v_cache.stride(2) == 1, "union8",
+          "the last dimension of q, out, k_cache and v_cache must be contiguous");
+  DeviceGuard guard(q);
+  pw::UnionAttentionParams params;
+  params.q = data<const __nv_bfloat16>(q);
+  params.q_token_stride = q.stride(0);
+  params.q_head_stride = q.stride(1);
+  params.out = data<__nv_bfloat16>(out);
+  params.out_token_stride = out.stride(0);
+  params.out_head_stride = out.stride(1);
+  params.slots = data<const int32_t>(slots);
+  params.pages = data<const int32_t>(pages);
+  params.masks = data<const uint8_t>(masks);
+  params.counts = data<const int32_t>(counts);
+  params.queries = data<const int32_t>(queries);
+  params.limits = data<const int32_t>(limits);
+  params.groups = static_cast<int>(queries.size(1));
+  params.max_union = static_cast<int>(pages.size(2));
+  params.softmax_scale_log2 = static_cast<float>(sm_scale * k_scale * kLog2E);
+  params.v_scale = static_cast<float>(v_scale);
+  params.k_scale_device = data_or_null<float>(k_scale_device);
+  params.v_scale_device = data_or_null<float>(v_scale_device);
+
+  auto launch = [&](auto traits) {
+    using Traits = decltype(traits);
+    CUtensorMap k_map, v_map;
+    const CUresult k_result = pw::encode_cache_map(&k_map, k_cache.data_ptr(), k_cache.size(0), kv_heads, k_cache.stride(0),
+                                                   k_cache.stride(1), Traits::kTokensPerCopy);
+    const CUresult v_result = pw::encode_cache_map(&v_map, v_cache.data_ptr(), v_cache.size(0), kv_heads, v_cache.stride(0),
+                                                   v_cache.stride(1), Traits::kTokensPerCopy);
+    if (k_result != CUDA_SUCCESS || v_result != CUDA_SUCCESS)
+      TVM_FFI_THROW(RuntimeError) << "union8: cuTensorMapEncodeTiled failed (" << k_result << ", " << v_result
+                                  << ") for caches of " << k_cache.size(0) << " slots, strides " << k_cache.stride(0) << ", "
+                                  << k_cache.stride(1) << " bytes";
+    check_cuda(pw::launch_union_attention<Traits>(k_map, v_map, params, kv_heads, current_stream(q)), "union8");
+  };
+  if (group_size == 8) launch(pw::UnionTraits<2>{});
+  else launch(pw::UnionTraits<1>{});
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_regroup, regroup)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_union_prep, union_prep)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_union8, union8)

@@ -1,0 +1,110 @@
+"""Thin wrappers around the kernel library: tensors in, tensors filled, nothing checked twice.
+
+Callers (:mod:`pageweaver_sglang.api`) have validated shapes and dtypes. Everything is launched on the current stream;
+nothing here synchronises or allocates, so that a CUDA Graph can capture it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..plan import UnionPlan
+from .loader import load
+
+Scale = float | Tensor | None
+
+
+def regroup(
+    topk_idx: Tensor,
+    cu_seqlens: Tensor,
+    prefix_lens: Tensor,
+    perm: Tensor,
+    *,
+    window: int,
+    group_size: int,
+    page_size: int,
+    capacity: int | None,
+    guard: str,
+) -> None:
+    """Write Algorithm 1's order of queries to ``perm`` int32 [kv_heads, tokens] (see :func:`pageweaver_sglang.regroup`)."""
+    load().pw_regroup(
+        topk_idx, cu_seqlens, prefix_lens, perm, window, group_size, page_size, capacity or 0, guard == "window"
+    )
+
+
+def prepare_unions(
+    topk_idx: Tensor,
+    perm: Tensor | None,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    prefix_lens: Tensor,
+    plan: UnionPlan,
+    *,
+    window: int,
+    req_to_token: Tensor | None = None,
+    slot_ids: Tensor | None = None,
+    num_pool_pages: int = 0,
+) -> None:
+    """Fill the arrays of ``plan``; with ``req_to_token`` also its ``slots`` (physical pages below ``num_pool_pages``)."""
+    load().pw_union_prep(
+        topk_idx,
+        perm,
+        cu_seqlens,
+        seq_lens,
+        prefix_lens,
+        req_to_token,
+        slot_ids,
+        num_pool_pages,
+        window,
+        plan.page_size,
+        plan.pages,
+        plan.masks,
+        plan.counts,
+        plan.queries,
+        plan.limits,
+        plan.slots if req_to_token is not None else None,
+    )
+
+
+def union_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: UnionPlan,
+    out: Tensor,
+    *,
+    sm_scale: float,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> None:
+    """Attend over ``plan`` (with ``slots``) and write every row of ``out`` [tokens, q_heads, 128] that the plan names.
+
+    Scales are factors of the E4M3 caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the device.
+    """
+    k_value, k_device = _split_scale(k_scale)
+    v_value, v_device = _split_scale(v_scale)
+    load().pw_union8(
+        q,
+        k_cache,
+        v_cache,
+        plan.slots,
+        plan.pages,
+        plan.masks,
+        plan.counts,
+        plan.queries,
+        plan.limits,
+        out,
+        sm_scale,
+        k_value,
+        v_value,
+        k_device,
+        v_device,
+    )
+
+
+def _split_scale(scale: Scale) -> tuple[float, Tensor | None]:
+    if scale is None:
+        return 1.0, None
+    if isinstance(scale, Tensor):
+        return 1.0, scale
+    return float(scale), None
