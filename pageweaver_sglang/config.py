@@ -1,0 +1,150 @@
+"""Settings: defaults, then a YAML profile, then ``PAGEWEAVER_*`` environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ._paths import configs_dir
+
+ENV_PREFIX = "PAGEWEAVER_"
+# Variables with the prefix that are not settings: the profile to read, where built kernels are kept, which nvcc to use.
+RESERVED_ENV = ("PAGEWEAVER_CONFIG", "PAGEWEAVER_CACHE_DIR", "PAGEWEAVER_NVCC")
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, of the wrong type or out of range; the message names it and what is allowed."""
+
+
+class Config(BaseModel):
+    """Settings of the attention function and of the SGLang backend; frozen.
+
+    The ``description`` of a field says what is allowed, in the words of the error messages.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    mode: Literal["native", "union8", "pageweaver"] = Field("pageweaver", description="native, union8 or pageweaver")
+    """SGLang's own Step 3 (plugin only), unions in the original order, or unions of regrouped queries."""
+    window: Literal[64, 128] = Field(128, description="64 or 128")
+    """Consecutive queries of one request among which one regroup chooses."""
+    guard: Literal["none", "window"] = Field("window", description="none or window")
+    """``window`` keeps a window's original order unless regrouping lowers its page visits."""
+    capacity: int = Field(512, ge=1, le=512, description="an integer in 1..512")
+    """Logical pages that regrouping's direct bitmap holds."""
+    overflow: Literal["rename", "original"] = Field("rename", description="rename or original")
+    """Past ``capacity``: rename pages inside each window, or keep the request's original order as the paper does."""
+    dense_backend: str | None = Field(None, min_length=1, description="the name of an SGLang backend, or null")
+    """SGLang's backend for the dense layers; ``None`` is what SGLang would choose on this GPU."""
+    verify_every: int = Field(0, ge=0, description="an integer >= 0 (0 = off)")
+    """Every n-th Step 3 call is also computed by SGLang's own path and the difference logged; 0 = never."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_message("Config", error)) from error
+
+    @property
+    def regroup_capacity(self) -> int | None:
+        """The ``capacity`` argument of ``regroup`` that these settings mean: None when pages get renamed past it."""
+        return self.capacity if self.overflow == "original" else None
+
+
+def load_config(path_or_profile: str | os.PathLike[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:
+    """Read the settings: defaults, then a YAML profile, then the environment.
+
+    Args:
+        path_or_profile: a YAML file (anything with a path separator or the suffix ``.yaml`` or ``.yml``), or the name
+            of a profile in ``configs/``. ``None`` takes ``PAGEWEAVER_CONFIG``, or no profile where that is not set.
+        env: the environment. ``PAGEWEAVER_<FIELD>`` overrides a field, its value read as YAML; an empty value counts
+            as not set.
+
+    Raises:
+        ConfigError: no such profile, a file that is not a mapping, or a setting that is unknown, of the wrong type or
+            out of range (the message names the key, the value and what is allowed).
+    """
+    chosen = path_or_profile if path_or_profile is not None else env.get("PAGEWEAVER_CONFIG") or None
+    values: dict[str, Any] = {}
+    if chosen is not None:
+        path = _profile_path(chosen)
+        values = _read_profile(path)
+        # The file on its own first, so that a message names the file or the variable that is wrong.
+        _validate(str(path), values)
+    overrides = _env_values(env)
+    for name, value in overrides.items():
+        _validate(None, {name: value})
+    return Config(**(values | overrides))
+
+
+def _profile_path(chosen: str | os.PathLike[str]) -> Path:
+    text = os.fspath(chosen)
+    if os.sep in text or text.endswith((".yaml", ".yml")):
+        return Path(text).expanduser()
+    path = configs_dir() / f"{text}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(entry.stem for entry in configs_dir().glob("*.yaml")))
+        raise ConfigError(f"load_config: no profile named {text!r}; allowed: {names}, or a path to a YAML file")
+    return path
+
+
+def _read_profile(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not a YAML file: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path}: must be a mapping of settings, got {type(content).__name__}")
+    return content
+
+
+def _env_values(env: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    allowed = {ENV_PREFIX + name.upper(): name for name in Config.model_fields}
+    for variable in sorted(env):
+        if not variable.startswith(ENV_PREFIX) or variable in RESERVED_ENV:
+            continue
+        if variable not in allowed:
+            names = ", ".join([*allowed, *RESERVED_ENV])
+            raise ConfigError(f"{variable}: unknown variable; allowed: {names}")
+        if env[variable]:
+            try:
+                values[allowed[variable]] = yaml.safe_load(env[variable])
+            except yaml.YAMLError:
+                values[allowed[variable]] = env[variable]
+    return values
+
+
+def _validate(source: str | None, values: dict[str, Any]) -> None:
+    """Raise ConfigError that names ``source`` (None: the environment variable itself) for every problem."""
+    try:
+        Config(**values)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ValidationError):
+            raise
+        raise ConfigError(_message(source, error.__cause__)) from None
+
+
+def _message(source: str | None, error: ValidationError) -> str:
+    fields = Config.model_fields
+    problems = []
+    for detail in error.errors(include_url=False):
+        key = str(detail["loc"][0])
+        if key not in fields:
+            problems.append(f"{source}: unknown key {key!r}; allowed: {', '.join(fields)}")
+            continue
+        place = f"{ENV_PREFIX}{key.upper()}" if source is None else f"{source}: {key}"
+        problems.append(f"{place}: got {detail['input']!r}; allowed: {fields[key].description}")
+    return "; ".join(problems)

@@ -1,0 +1,139 @@
+"""Device memory for intermediate results, allocated once, so that calls can be captured in a CUDA Graph."""
+
+from __future__ import annotations
+
+import torch
+
+from .plan import UnionPlan, group_bound, mask_dtype
+
+
+class Workspace:
+    """Preallocated buffers for the query order, the union plan and (with ``q_heads``) the output.
+
+    The buffers are flat: a call of any size up to the maximum gets contiguous views of their beginning, without
+    allocating device memory. A workspace serves one call at a time: the next call overwrites what the last returned.
+
+    Args:
+        max_tokens: most query tokens of one call (padding rows included).
+        max_requests: most requests of one call.
+        kv_heads: KV heads on this device.
+        topk: pages that the indexer picks per query.
+        q_heads: query heads on this device; ``None`` for a workspace without an output buffer.
+        window: queries per window.
+        group_size: queries per group.
+        head_dim: elements per head of the output.
+        dtype: dtype of the output (that of ``q``).
+        device: where the buffers lie.
+
+    Raises:
+        ValueError: a size is below 1, or ``group_size`` above 32.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_requests: int,
+        *,
+        kv_heads: int,
+        topk: int,
+        q_heads: int | None = None,
+        window: int = 128,
+        group_size: int = 8,
+        head_dim: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str,
+    ) -> None:
+        sizes = {
+            "max_tokens": max_tokens,
+            "max_requests": max_requests,
+            "kv_heads": kv_heads,
+            "topk": topk,
+            "q_heads": 1 if q_heads is None else q_heads,
+            "window": window,
+            "group_size": group_size,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"Workspace: {name} must be an integer >= 1, got {size}")
+        if group_size > 32:
+            raise ValueError(f"Workspace: group_size must be an integer in 1..32, got {group_size}")
+        self.max_tokens = max_tokens
+        self.max_requests = max_requests
+        self.kv_heads = kv_heads
+        self.topk = topk
+        self.q_heads = q_heads
+        self.window = window
+        self.group_size = group_size
+        self.head_dim = head_dim
+        self.dtype = dtype
+
+        groups = kv_heads * group_bound(max_tokens, max_requests, window, group_size)
+        members = groups * group_size
+        union = members * topk
+
+        def ints(count: int) -> torch.Tensor:
+            return torch.empty(count, dtype=torch.int32, device=device)
+
+        self._perm = ints(kv_heads * max_tokens)
+        self._pages = ints(union)
+        self._slots = ints(union)
+        self._masks = torch.empty(union, dtype=mask_dtype(group_size), device=device)
+        self._counts = ints(groups)
+        self._queries = ints(members)
+        self._limits = ints(members)
+        self._out = None
+        if q_heads is not None:
+            self._out = torch.empty(max_tokens * q_heads * head_dim, dtype=dtype, device=device)
+        # The tensors' own device: "cuda" given above reads "cuda:0" here and in every tensor to compare with.
+        self.device = self._perm.device
+
+    def nbytes(self) -> int:
+        """Return the device memory held, in bytes."""
+        buffers = (self._perm, self._pages, self._slots, self._masks, self._counts, self._queries, self._limits)
+        held = buffers if self._out is None else (*buffers, self._out)
+        return sum(buffer.numel() * buffer.element_size() for buffer in held)
+
+    def check_fits(self, tokens: int, requests: int = 0) -> None:
+        """Raise ValueError naming the sizes when a call does not fit."""
+        if tokens > self.max_tokens or requests > self.max_requests:
+            raise ValueError(
+                f"Workspace: a call of {tokens} tokens and {requests} requests is too large for a workspace of "
+                f"max_tokens={self.max_tokens}, max_requests={self.max_requests}"
+            )
+
+    def perm(self, tokens: int) -> torch.Tensor:
+        """Return the buffer of the query order, int32 ``[kv_heads, tokens]``."""
+        self.check_fits(tokens)
+        return _view(self._perm, self.kv_heads, tokens)
+
+    def plan(self, tokens: int, requests: int, *, page_size: int = 128) -> UnionPlan:
+        """Return a plan (``slots`` included) over the buffers; its contents are undefined."""
+        self.check_fits(tokens, requests)
+        groups = group_bound(tokens, requests, self.window, self.group_size)
+        union = (self.kv_heads, groups, self.group_size * self.topk)
+        members = (self.kv_heads, groups, self.group_size)
+        return UnionPlan(
+            pages=_view(self._pages, *union),
+            masks=_view(self._masks, *union),
+            counts=_view(self._counts, self.kv_heads, groups),
+            queries=_view(self._queries, *members),
+            limits=_view(self._limits, *members),
+            slots=_view(self._slots, *union),
+            group_size=self.group_size,
+            page_size=page_size,
+        )
+
+    def out(self, tokens: int) -> torch.Tensor:
+        """Return the output buffer, ``[tokens, q_heads, head_dim]``. Raises ValueError without ``q_heads``."""
+        self.check_fits(tokens)
+        if self._out is None or self.q_heads is None:
+            raise ValueError("Workspace: it has no output buffer; give q_heads when making it")
+        return _view(self._out, tokens, self.q_heads, self.head_dim)
+
+
+def _view(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+    count = 1
+    for size in shape:
+        count *= size
+    return buffer[:count].view(shape)
