@@ -289,8 +289,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm) __cluste
     }
   };
   const bool is_producer = threadIdx.x == 0;
-  if (is_producer)
-    for (int i = 0; i < min(count, Traits::kStages); ++i) load_page(i);
+  if (is_producer) {
+#pragma unroll
+    for (int i = 0; i < Traits::kStages; ++i)
+      if (i < count) load_page(i);
+  }
 
   const int row = lane >> 2;
   const float scale[2] = {shared.row_scale[warp * 16 + row], shared.row_scale[warp * 16 + row + 8]};
@@ -302,6 +305,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm) __cluste
 
   // -------- Walk the union
   int vt_slot = 0;
+#pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const int s = i % Traits::kStages;
     const uint32_t parity = (i / Traits::kStages) & 1;
@@ -380,7 +384,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm) __cluste
       vt_slot ^= 1;
     }
     if (is_producer && i + Traits::kStages < count) {
-      ptx::mbarrier_wait_cluster(&shared.slot_free[s], parity);
+      ptx::mbarrier_wait(&shared.slot_free[s], parity);
       load_page(i + Traits::kStages);
     }
   }
@@ -412,7 +416,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm) __cluste
     }
   }
   if constexpr (Traits::kClusterSize > 1) {  // the peer may still arrive at this CTA's barriers
-    ptx::cluster_arrive();
+    ptx::cluster_arrive_relaxed();
     ptx::cluster_wait();
   }
 }
