@@ -1,0 +1,109 @@
+"""The attention backend: SGLang's own for MiniMax-M3, with Step 3 of prefill served by PageWeaver."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.configs import model_config as sglang_model_config
+from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend, MiniMaxSparseAttnBackend
+
+import pageweaver_sglang
+from pageweaver_sglang.config import Config, load_config
+from pageweaver_sglang.cuda.support import COMPUTE_CAPABILITY
+
+from . import NAME, compat
+from .options import PAGE_SIZE, BackendError, check_model
+from .step3 import Step3, route, serving
+
+logger = logging.getLogger(__name__)
+
+
+class PageWeaverSparseAttnBackend(MiniMaxSparseAttnBackend):
+    """SGLang's sparse backend whose Step 3 of extend goes to ``step3``; indexer, top-k, KV store, decode are SGLang's.
+
+    Args:
+        runner: SGLang's model runner.
+        config: the settings.
+    """
+
+    def __init__(self, runner: Any, config: Config):
+        super().__init__(runner)
+        self.step3 = Step3(config, pool_page_size=self.kv_pool.page_size)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        """SGLang's ``forward_extend`` with its Step 3 routed; target verify comes this way too, and stays SGLang's."""
+        if forward_batch.forward_mode.is_target_verify():
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        with serving(self.step3, layer.layer_id):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+
+def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
+    """Create the backend around ``dense_backend`` (dense layers), compile the kernels and log the STATUS line.
+
+    Raises:
+        SeamError: this SGLang lacks something that PageWeaver needs.
+        BackendError: the model or its KV pool is not one that PageWeaver serves, or the kernels cannot be built.
+        ConfigError: a wrong ``PAGEWEAVER_*`` setting.
+    """
+    if problems := compat.verify_seams():
+        raise compat.SeamError(compat.refusal(problems))
+    check_model(runner.model_config.hf_config)
+    native_stack = getattr(sglang_model_config, "uses_minimax_m3_nvfp4_native_stack", None)
+    if native_stack is not None and native_stack(runner.model_config.quantization):
+        raise BackendError(
+            f"--attention-backend {NAME}: SGLang serves this NVFP4 checkpoint with a backend of its own on Blackwell, "
+            "which has no Step 3 to replace. Choose another attention backend."
+        )
+    config = load_config()
+    sparse = PageWeaverSparseAttnBackend(runner, config)
+    for what, size in (("sparse block", sparse.block_size_k), ("KV page", sparse.kv_pool.page_size)):
+        if size != PAGE_SIZE:
+            raise BackendError(
+                f"--attention-backend {NAME} needs a {what} of {PAGE_SIZE} tokens, got {size}. "
+                f"Set --page-size {PAGE_SIZE}."
+            )
+    device = torch.device(getattr(runner, "device", None) or sparse.req_to_token.device)
+    kernels = _prepare_kernels(config, device)
+    route(importlib.import_module(compat.STEP3_MODULE))
+    if sparse.use_msa:
+        logger.warning("pageweaver: SGLang serves Step 3 with MSA on this GPU, so PageWeaver will not act")
+    logger.info("%s", status_line(config, dense_backend, sparse.kv_pool.page_size, kernels))
+    return MiniMaxHybridAttnBackend(dense_backend, sparse, sparse.sparse_layer_ids)
+
+
+def status_line(config: Config, dense_backend: Any, page_size: int, kernels: str) -> str:
+    """One line that says what this process serves with."""
+    version = compat.sglang_version()
+    first, last = compat.SUPPORTED
+    untested = "" if compat.tested_version(version) else f" (untested; tested are {first} to {last})"
+    return (
+        f"pageweaver STATUS: mode {config.mode}, window {config.window}, guard {config.guard}, kernels {kernels}, "
+        f"dense layers {type(dense_backend).__name__}, page size {page_size}, verify every {config.verify_every}, "
+        f"pageweaver {pageweaver_sglang.__version__}, sglang {version}{untested}, torch {torch.__version__}"
+    )
+
+
+def _prepare_kernels(config: Config, device: torch.device) -> str:
+    """Compile and load the kernels where they will run, so that no request waits for it; returns words for the log."""
+    if config.mode == "native":
+        return "not used"
+    if device.type != "cuda":
+        return f"none (reference engine on {device.type})"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != COMPUTE_CAPABILITY:
+        return "none (compute capability {}.{}: every call goes to SGLang's Step 3)".format(*capability)
+    from pageweaver_sglang.cuda import loader
+
+    was_built = loader.is_built()
+    try:
+        loader.load()
+    except loader.KernelBuildError as error:
+        raise BackendError(
+            f"--attention-backend {NAME}: the kernels cannot be built: {error}. Put nvcc 12.8 or newer on PATH (or its "
+            "path into PAGEWEAVER_NVCC), or set PAGEWEAVER_MODE=native to serve with SGLang's own Step 3."
+        ) from error
+    return "loaded" if was_built else "built and loaded"

@@ -1,0 +1,252 @@
+"""One Step 3 call: attention over the pages that the indexer picked, by PageWeaver or by SGLang's own function."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from pageweaver_sglang.api import sparse_prefill
+from pageweaver_sglang.config import Config
+
+from . import compat
+
+logger = logging.getLogger(__name__)
+
+Native = Callable[..., torch.Tensor]
+
+
+@dataclass
+class Stats:
+    """What happened to the Step 3 calls of one backend."""
+
+    calls: int = 0
+    calls_by_arm: Counter[str] = field(default_factory=Counter)
+    """``pageweaver``, ``union8`` or ``native``."""
+    calls_by_layer: Counter[int] = field(default_factory=Counter)
+    """Calls that PageWeaver served (not SGLang's function), by layer id."""
+    fallbacks_by_reason: Counter[str] = field(default_factory=Counter)
+    last_verification: Verification | None = None
+
+    def summary(self) -> str:
+        """One line: calls served by layer, and fallbacks by reason."""
+        by_layer = dict(sorted(self.calls_by_layer.items()))
+        return f"pageweaver calls: {by_layer} fallbacks: {dict(self.fallbacks_by_reason)}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far PageWeaver's output is from SGLang's, over the rows where SGLang's is finite."""
+
+    nrms: float
+    """Root mean square of the difference, divided by that of SGLang's output."""
+    max_error: float
+    cosine: float
+    skipped_rows: int
+    """Tokens for which SGLang's own output is not finite (nothing visible), left out of the figures."""
+
+    def __str__(self) -> str:
+        skipped = f" skipped rows {self.skipped_rows}" if self.skipped_rows else ""
+        return f"nrms {self.nrms:.3%} max error {self.max_error:.3e} cosine {self.cosine:.6f}{skipped}"
+
+
+class Step3:
+    """Serves the Step 3 calls of one backend.
+
+    Buffers: every call takes its plan and its output from PyTorch's caching allocator instead of a workspace kept
+    here. Two-batch overlap runs two batches on different streams, and a CUDA graph keeps the addresses it captured:
+    the allocator gets both right (blocks belong to a stream, a graph has a pool of its own), while a kept buffer
+    would have to be keyed by stream, and could never grow again once a graph holds it.
+
+    Args:
+        config: the settings; ``mode``, ``verify_every`` and what ``sparse_prefill`` reads.
+        pool_page_size: tokens per page of SGLang's KV pool.
+    """
+
+    def __init__(self, config: Config, *, pool_page_size: int):
+        self.config = config
+        self.pool_page_size = pool_page_size
+        self.stats = Stats()
+        self._logged: set[str] = set()
+
+    def __call__(self, native: Native, layer_id: int, call: dict[str, Any]) -> torch.Tensor:
+        """Serve one call.
+
+        Args:
+            native: SGLang's ``flash_prefill_with_gqa_share_sparse``.
+            layer_id: the model layer, for the counters.
+            call: its arguments by name.
+
+        Returns:
+            ``[tokens, q_heads, head_dim]``, as SGLang's function would return it.
+        """
+        stats = self.stats
+        stats.calls += 1
+        if self.config.mode == "native":
+            stats.calls_by_arm["native"] += 1
+            return native(**call)
+        if call["q"].shape[0] == 0:  # an idle data-parallel rank; SGLang's own launch would be empty as well
+            stats.calls_by_arm[self.config.mode] += 1
+            return call["q"].new_empty(0, call["q"].shape[1], call["v_cache"].shape[-1])
+        reason = self._unsupported(call)
+        if reason is None:
+            try:
+                out = self._weave(call)
+            except Exception as error:
+                # Never a wrong answer and never a dead server for one call: SGLang's function serves it. The message
+                # can differ from call to call, so the type alone is the reason that is counted and logged once.
+                reason = f"error: {type(error).__name__}"
+                self._log_once(reason, logging.ERROR, exc_info=True)
+        if reason is not None:
+            stats.calls_by_arm["native"] += 1
+            stats.fallbacks_by_reason[reason] += 1
+            self._log_once(reason, logging.WARNING)
+            return native(**call)
+        if not stats.calls_by_layer:
+            logger.info("pageweaver: serving Step 3 (first call: layer %d, %d tokens)", layer_id, call["q"].shape[0])
+        stats.calls_by_arm[self.config.mode] += 1
+        stats.calls_by_layer[layer_id] += 1
+        if self.config.verify_every and stats.calls % self.config.verify_every == 0 and not _capturing(out):
+            self._verify(out, native, layer_id, call)
+        return out
+
+    def _unsupported(self, call: dict[str, Any]) -> str | None:
+        """Why PageWeaver does not serve this call, or None. Reads shapes, dtypes and None-ness only."""
+        if unknown := sorted(
+            name
+            for name, value in call.items()
+            if value is not None and name not in compat.STEP3_PARAMETERS | compat.STEP3_OPTIONAL_PARAMETERS
+        ):
+            return f"unknown argument {', '.join(unknown)}"
+        if call["block_size_q"] != 1:
+            return f"block_size_q {call['block_size_q']} (only 1: every query picks its own pages)"
+        if call["sink"] is not None:
+            return "attention sink"
+        if call.get("loc_mapping") is not None:
+            return "HiSparse slot remapping (loc_mapping)"
+        if call.get("q_scale") not in (None, 1.0):
+            return "q_scale (FP8 queries)"
+        if call["q"].device.type != "cuda":
+            return None  # the reference engine takes any shape and dtype
+        from pageweaver_sglang.cuda.support import unsupported_reason
+
+        return unsupported_reason(
+            call["q"],
+            call["k_cache"],
+            call["v_cache"],
+            call["topk_idx"],
+            page_size=call["block_size_k"],
+            pool_page_size=self.pool_page_size,
+        )
+
+    def _weave(self, call: dict[str, Any]) -> torch.Tensor:
+        return sparse_prefill(
+            call["q"],
+            call["k_cache"],
+            call["v_cache"],
+            call["topk_idx"],
+            call["req_to_token"],
+            call["slot_ids"],
+            # SGLang's backend passes int32; anything else is converted on the device, without a synchronisation.
+            call["cu_seqlens"].to(torch.int32),
+            call["seq_lens"].to(torch.int32),
+            call["prefix_lens"].to(torch.int32),
+            sm_scale=call.get("sm_scale"),
+            k_scale=call.get("k_scale"),
+            v_scale=call.get("v_scale"),
+            page_size=call["block_size_k"],
+            config=self.config,
+        )
+
+    def _verify(self, out: torch.Tensor, native: Native, layer_id: int, call: dict[str, Any]) -> None:
+        """Run SGLang's function on the same inputs and log the difference. Synchronises the device."""
+        verification = compare(out, native(**call))
+        self.stats.last_verification = verification
+        logger.info(
+            "pageweaver verify: layer %d call %d tokens %d requests %d kv_heads %d %s",
+            layer_id,
+            self.stats.calls,
+            call["q"].shape[0],
+            call["cu_seqlens"].shape[0] - 1,
+            call["k_cache"].shape[1],
+            verification,
+        )
+        logger.info("%s", self.stats.summary())
+
+    def _log_once(self, reason: str, level: int, **kwargs: Any) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.log(level, "pageweaver: SGLang's own Step 3 serves calls with: %s", reason, **kwargs)
+
+
+def compare(out: torch.Tensor, expected: torch.Tensor) -> Verification:
+    """Compare two outputs ``[tokens, q_heads, head_dim]`` in float64, leaving out rows where ``expected`` isn't finite.
+
+    A NaN or infinity in ``out`` alone shows in the figures.
+    """
+    rows = expected.isfinite().flatten(1).all(dim=1)
+    a, b = out[rows].double().flatten(), expected[rows].double().flatten()
+    if b.numel() == 0:
+        return Verification(0.0, 0.0, 1.0, int((~rows).sum()))
+    difference = (a - b).norm()
+    norm = b.norm()
+    same = bool(difference == 0)
+    return Verification(
+        nrms=0.0 if same else float(difference / norm),
+        max_error=float((a - b).abs().max()),
+        cosine=1.0 if same else float(torch.dot(a, b) / (a.norm() * norm)),
+        skipped_rows=int((~rows).sum()),
+    )
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# Routing -------------------------------------------------------------------------------------------------------------
+#
+# SGLang's sparse backend offers no argument for the Step 3 function: `forward_extend` calls `minimax_sparse_prefill`,
+# which calls `flash_prefill_with_gqa_share_sparse` by its name in the module `minimax_sparse`, in every supported
+# version (`minimax_sparse_prefill` itself is imported at the top of the backend in 0.5.17 and inside the method since
+# 0.5.18, so replacing that one would differ by version). The name is replaced once, when a PageWeaver backend is
+# created, by a router that serves the call of the backend whose `forward_extend` is running, and everybody else's
+# by the original: a second, ordinary sparse backend in the same process (a draft model's) is not affected. A context
+# variable says whose it is; unlike an attribute it is right for every thread.
+
+_serving: contextvars.ContextVar[tuple[Step3, int] | None] = contextvars.ContextVar("pageweaver_step3", default=None)
+
+
+@contextlib.contextmanager
+def serving(step3: Step3, layer_id: int) -> Iterator[None]:
+    """While this runs, Step 3 calls of this thread go to ``step3``, counted under ``layer_id``."""
+    token = _serving.set((step3, layer_id))
+    try:
+        yield
+    finally:
+        _serving.reset(token)
+
+
+def route(module: ModuleType) -> None:
+    """Put the router in the place of Step 3's name in ``module`` (SGLang's ``minimax_sparse``); safe to repeat."""
+    native: Native = getattr(module, compat.STEP3_NAME)
+    if hasattr(native, "pageweaver_native"):
+        return
+    signature = inspect.signature(native)
+
+    def router(*args: Any, **kwargs: Any) -> torch.Tensor:
+        serves = _serving.get()
+        if serves is None:
+            return native(*args, **kwargs)
+        step3, layer_id = serves
+        return step3(native, layer_id, signature.bind(*args, **kwargs).arguments if args else kwargs)
+
+    router.pageweaver_native = native  # type: ignore[attr-defined]
+    setattr(module, compat.STEP3_NAME, router)
