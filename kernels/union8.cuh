@@ -165,25 +165,31 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, Un
 // Tokens behind `last_token` (in the page) read as zero: nobody sees them, and the cache may hold anything there.
 template <class Traits>
 __device__ __forceinline__ void transpose_v(const uint8_t* v, uint8_t* vt, int warp, int lane, int last_token) {
+  constexpr int kSteps = Traits::kPageSize / 32;
   const uint32_t v_base = ptx::shared_address(v), vt_base = ptx::shared_address(vt);
-  const bool cut = last_token < Traits::kPageSize - 1;
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
     const uint32_t dim_block = warp * 2 + block;
+    uint32_t x[kSteps][4];  // x[step][m]: tokens 32 step + 8m + 2t and + 1 (low, high half), dims 2c and 2c + 1
 #pragma unroll
-    for (int step = 0; step < Traits::kPageSize / 32; ++step) {
-      uint32_t x[4];  // x[m]: tokens 32 step + 8m + 2t and + 1 (low, high half), dims 2c and 2c + 1
-      ptx::ldmatrix_x4_trans(x, v_base + swizzled_offset(step * 32 + lane, dim_block));
-      if (cut) {
+    for (int step = 0; step < kSteps; ++step)
+      ptx::ldmatrix_x4_trans(x[step], v_base + swizzled_offset(step * 32 + lane, dim_block));
+    if (last_token < Traits::kPageSize - 1) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const int token = step * 32 + m * 8 + 2 * (lane & 3);
-          x[m] &= (token <= last_token ? 0x0000FFFFu : 0u) | (token + 1 <= last_token ? 0xFFFF0000u : 0u);
+          x[step][m] &= (token <= last_token ? 0x0000FFFFu : 0u) | (token + 1 <= last_token ? 0xFFFF0000u : 0u);
         }
       }
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
       const uint32_t row = dim_block * 16 + (lane & 15), chunk = step * 2 + (lane >> 4);
-      ptx::stmatrix_x4(vt_base + swizzled_offset(row, chunk), __byte_perm(x[0], x[1], 0x6420), __byte_perm(x[0], x[1], 0x7531),
-                       __byte_perm(x[2], x[3], 0x6420), __byte_perm(x[2], x[3], 0x7531));
+      const uint32_t(&y)[4] = x[step];
+      ptx::stmatrix_x4(vt_base + swizzled_offset(row, chunk), __byte_perm(y[0], y[1], 0x6420), __byte_perm(y[0], y[1], 0x7531),
+                       __byte_perm(y[2], y[3], 0x6420), __byte_perm(y[2], y[3], 0x7531));
     }
   }
 }
