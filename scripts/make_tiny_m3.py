@@ -3,9 +3,10 @@
 
     make_tiny_m3.py OUT_DIR [--no-weights]
 
-6 layers, the first 2 with dense attention and MLP; 64 query heads, 4 KV heads, head dim 128, the 16 best pages of 128 tokens for
-every query. It says nothing sensible: it is there to drive a real server's scheduler, cache and sparse attention. The weights come
-from a fixed seed on the CPU. With --no-weights, serve it with SGLang's `--load-format dummy`.
+6 layers, the first 2 with dense attention and MLP; 64 query heads, 4 KV heads, head dim 128, the 16 best pages of 128
+tokens for every query. It says nothing sensible: it is there to drive a real server's scheduler, cache and sparse
+attention. The weights come from a fixed seed on the CPU. With --no-weights, serve it with SGLang's
+`--load-format dummy`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,22 +34,13 @@ class Step3Inputs:
     max_seqlen_q: int
 
     def kwargs(self) -> dict[str, Any]:
-        """The tensors as ``sparse_prefill``'s keyword arguments."""
-        return {
-            name: getattr(self, name)
-            for name in (
-                "q",
-                "k_cache",
-                "v_cache",
-                "topk_idx",
-                "req_to_token",
-                "slot_ids",
-                "cu_seqlens",
-                "seq_lens",
-                "prefix_lens",
-                "page_size",
-            )
-        }
+        """The arguments of ``sparse_prefill``."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "max_seqlen_q"}
+
+    def to(self, device: torch.device | str) -> Step3Inputs:
+        """The same inputs on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)
 
     @property
     def kv_bytes(self) -> int:

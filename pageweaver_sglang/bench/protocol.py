@@ -1,12 +1,14 @@
 """How arms are timed against each other: one protocol for the demo and for every benchmark.
 
-* An *arm* is one way to compute Step 3. ``prepare`` builds what a server would have beforehand (kernels, workspace, tuned
-  configurations); ``call`` is one whole call on one of the prepared input sets, everything that depends on the indices included.
-* Arms rotate inside one run: round 0 goes A B C, round 1 goes B C A, and so on, so that drifting clocks hit all of them alike.
-* A round times ``calls`` consecutive calls of one arm with one pair of CUDA events. The calls walk through the input sets.
-  With one set the caches are warm; with enough sets (:func:`sets_for_cold_cache`) no set is left in L2 when its turn comes.
+* An *arm* is one way to compute Step 3. ``prepare`` builds what a server would have beforehand (kernels, workspace,
+  tuned configurations); ``call`` is one whole call on one of the prepared input sets, everything that depends on the
+  indices included.
+* Arms rotate inside one run: round 0 goes A B C, round 1 goes B C A, and so on, so that drifting clocks hit all alike.
+* A round times ``calls`` consecutive calls of one arm with one pair of CUDA events. The calls walk through the input
+  sets. With one set the caches are warm; with enough sets (:func:`sets_for_cold_cache`) no set is left in L2 when its
+  turn comes.
 * ``eager`` calls the arm from Python, ``graph`` replays CUDA Graphs of the same calls, one per input set.
-* Every round's figure is kept; the median is reported together with the smallest and the largest. Nothing is discarded.
+* Every round's figure is kept; the median is reported together with the smallest and the largest. Nothing is dropped.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Arm(ABC):
     def call(self, index: int) -> torch.Tensor:
         """One whole call on input set ``index`` on the current stream, without a device synchronisation."""
 
+    @abstractmethod
     def release(self) -> None:
         """Drop what :meth:`prepare` made."""
 
@@ -138,7 +141,7 @@ def sets_for_cold_cache(kv_bytes: int, l2_bytes: int) -> int:
 
 
 def capture(arm: Arm, sets: int) -> list[Callable[[], None]]:
-    """CUDA Graphs of ``arm``'s call on each set, as replay functions. Raises RuntimeError when the arm can't be captured."""
+    """CUDA Graphs of ``arm``'s call on each set, as replay functions. RuntimeError when the arm can't be captured."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -178,7 +181,7 @@ def measure(
         on_round: called with the arm's name after each of its rounds (for a progress bar).
 
     Returns:
-        timings by arm name, and for the arms that failed the reason instead (an arm that fails drops out; the others go on).
+        timings by arm name, and the reason by name for arms that failed: one that fails drops out, the others go on.
     """
     clock = clock or CudaClock()
     failed: dict[str, str] = {}

@@ -1,0 +1,309 @@
+"""The arms that are compared, and the stages of PageWeaver's own call. Adding one: see CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import pageweaver_sglang as pw
+
+from .inputs import Step3Inputs
+from .protocol import Arm, ArmUnavailable, first_line
+
+
+def _workspace(sets: Sequence[Step3Inputs], window: int, group_size: int) -> pw.Workspace:
+    """A workspace that fits every set. Sets are alike but for their contents, so the first one gives the sizes."""
+    first = sets[0]
+    kv_heads, tokens, topk = first.topk_idx.shape
+    return pw.Workspace(
+        tokens,
+        len(first.prefix_lens),
+        kv_heads=kv_heads,
+        topk=topk,
+        q_heads=first.q.shape[1],
+        window=window,
+        group_size=group_size,
+        dtype=first.q.dtype,
+        device=first.q.device,
+    )
+
+
+class NativeArm(Arm):
+    """SGLang's own Step 3, as installed, tuned on the measured size.
+
+    Triton tunes this kernel once per process, on whatever size comes first (its key holds no length), which can cost
+    half its speed. Here every tuned choice is dropped before the first call, and the disk cache of choices is not read.
+    """
+
+    name = "native"
+    description = "SGLang's own Step 3 as installed (Triton), tuned on the measured size"
+
+    def __init__(self) -> None:
+        self.tuned: str | None = None
+
+    def prepare(self, sets: Sequence[Step3Inputs]) -> None:
+        """Import SGLang's function and let Triton tune it on the first set."""
+        try:
+            from sglang.kernels.ops.attention.minimax_sparse.prefill import topk_sparse
+        except Exception as error:  # SGLang raises anything at import when it doesn't like the machine
+            raise ArmUnavailable(f"SGLang's Step 3 can't be imported ({first_line(error)})") from error
+        self._sets = sets
+        self._function = topk_sparse.flash_prefill_with_gqa_share_sparse
+        kernel = getattr(topk_sparse, "_gqa_share_sparse_fwd_kernel", None)
+        while kernel is not None and not hasattr(kernel, "configs"):
+            kernel = getattr(kernel, "fn", None)
+        if kernel is not None:
+            kernel.cache.clear()
+            kernel.cache_results = False
+        try:
+            self.call(0)
+            torch.cuda.synchronize()
+        except Exception as error:  # Triton's own errors share no base class
+            raise ArmUnavailable(f"SGLang's Step 3 fails on this input ({first_line(error)})") from error
+        self.tuned = str(getattr(kernel, "best_config", None))
+
+    def call(self, index: int) -> torch.Tensor:
+        """One call with the arguments that SGLang's backend gives; query blocks of one are the queries themselves."""
+        s = self._sets[index]
+        return self._function(
+            q=s.q,
+            k_cache=s.k_cache,
+            v_cache=s.v_cache,
+            sink=None,
+            req_to_token=s.req_to_token,
+            slot_ids=s.slot_ids,
+            topk_idx=s.topk_idx,
+            block_size_q=1,
+            block_size_k=s.page_size,
+            cu_seqlens=s.cu_seqlens,
+            seq_lens=s.seq_lens,
+            prefix_lens=s.prefix_lens,
+            max_seqlen_q=s.max_seqlen_q,
+            cu_seqblocks_q=s.cu_seqlens,
+            max_seqblock_q=s.max_seqlen_q,
+        )
+
+    def release(self) -> None:
+        """Forget the inputs."""
+        del self._sets
+
+
+class PublicArm(Arm):
+    """The public call as a user makes it, with a workspace: everything from the page choices to the output."""
+
+    def __init__(self, name: str, description: str, config: pw.Config) -> None:
+        self.name, self.description, self._config = name, description, config
+
+    def prepare(self, sets: Sequence[Step3Inputs]) -> None:
+        """Build the kernels if need be and allocate the workspace."""
+        self._sets = sets
+        self._space = _workspace(sets, self._config.window, 8)
+
+    def call(self, index: int) -> torch.Tensor:
+        """One ``sparse_prefill``."""
+        return pw.sparse_prefill(**self._sets[index].kwargs(), config=self._config, workspace=self._space)
+
+    def release(self) -> None:
+        """Free the workspace."""
+        del self._sets, self._space
+
+
+class Stages:
+    """PageWeaver's three kernels on some input sets, callable one by one.
+
+    Args:
+        sets: input sets of one size.
+        window: queries per window.
+        group_size: queries per group.
+        guard: as in :func:`pageweaver_sglang.regroup`.
+        own_plans: keep one plan per set, so that :meth:`attend` can be called alone, instead of one for all.
+    """
+
+    def __init__(
+        self,
+        sets: Sequence[Step3Inputs],
+        *,
+        window: int,
+        group_size: int,
+        guard: str = "window",
+        own_plans: bool = False,
+    ) -> None:
+        self.sets = sets
+        self.window, self.group_size, self.guard = window, group_size, guard
+        spaces = [_workspace(sets, window, group_size) for _ in range(len(sets) if own_plans else 1)]
+        self._spaces = spaces * (len(sets) if len(spaces) == 1 else 1)
+
+    def regroup(self, index: int, perm: torch.Tensor | None = None) -> torch.Tensor:
+        """Order of the queries, int32 ``[kv_heads, tokens]``, into ``perm`` or the workspace."""
+        from pageweaver_sglang.cuda import ops
+
+        s = self.sets[index]
+        perm = self._spaces[index].perm(s.topk_idx.shape[1]) if perm is None else perm
+        ops.regroup(
+            s.topk_idx,
+            s.cu_seqlens,
+            s.prefix_lens,
+            perm,
+            window=self.window,
+            group_size=self.group_size,
+            page_size=s.page_size,
+            capacity=None,
+            guard=self.guard,
+        )
+        return perm
+
+    def plan(self, index: int) -> pw.UnionPlan:
+        """The plan's arrays in the workspace of set ``index``, as they are."""
+        s = self.sets[index]
+        return self._spaces[index].plan(s.topk_idx.shape[1], len(s.prefix_lens), page_size=s.page_size)
+
+    def prepare_unions(self, index: int, perm: torch.Tensor | None) -> pw.UnionPlan:
+        """The union plan of an order (None: the original one), physical pages included."""
+        from pageweaver_sglang.cuda import ops
+
+        s, plan = self.sets[index], self.plan(index)
+        ops.prepare_unions(
+            s.topk_idx,
+            perm,
+            s.cu_seqlens,
+            s.seq_lens,
+            s.prefix_lens,
+            plan,
+            window=self.window,
+            req_to_token=s.req_to_token,
+            slot_ids=s.slot_ids,
+            num_pool_pages=s.k_cache.shape[0] // s.page_size,
+        )
+        return plan
+
+    def attend(self, index: int, plan: pw.UnionPlan) -> torch.Tensor:
+        """Attention over a plan, into the workspace's output."""
+        from pageweaver_sglang.cuda import ops
+
+        s = self.sets[index]
+        out = self._spaces[index].out(len(s.q))
+        ops.union_attention(s.q, s.k_cache, s.v_cache, plan, out, sm_scale=s.q.shape[-1] ** -0.5)
+        return out
+
+
+class StagedArm(Arm):
+    """Some of the stages: what is in ``timed`` is called, what comes before it is done in ``prepare``.
+
+    Args:
+        name: the arm's name.
+        description: one sentence.
+        timed: a part of ``("regroup", "unions", "attention")`` without gaps.
+        window: queries per window.
+        group_size: queries per group.
+        regrouped: False for the original order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        timed: Sequence[str],
+        *,
+        window: int = 128,
+        group_size: int = 8,
+        regrouped: bool = True,
+    ) -> None:
+        self.name, self.description, self._timed = name, description, tuple(timed)
+        self._options: dict[str, Any] = {"window": window, "group_size": group_size}
+        self._regrouped = regrouped
+
+    def prepare(self, sets: Sequence[Step3Inputs]) -> None:
+        """Do the stages that aren't timed."""
+        self._stages = Stages(sets, **self._options, own_plans="unions" not in self._timed)
+        self._perms: list[torch.Tensor | None] = [None] * len(sets)
+        if self._regrouped:
+            for index, s in enumerate(sets):
+                perm = torch.empty(s.topk_idx.shape[:2], dtype=torch.int32, device=s.topk_idx.device)
+                self._perms[index] = self._stages.regroup(index, perm)
+        if "unions" not in self._timed:
+            for index, perm in enumerate(self._perms):
+                self._stages.prepare_unions(index, perm)
+        torch.cuda.synchronize()
+
+    def call(self, index: int) -> torch.Tensor:
+        """The timed stages."""
+        perm, plan = self._perms[index], None
+        if "regroup" in self._timed:
+            perm = self._stages.regroup(index)
+        if "unions" in self._timed:
+            plan = self._stages.prepare_unions(index, perm)
+        if "attention" in self._timed:
+            return self._stages.attend(index, plan or self._stages.plan(index))
+        return plan.pages if plan is not None else perm
+
+    def release(self) -> None:
+        """Free what ``prepare`` made."""
+        del self._stages, self._perms
+
+
+def comparison_arms() -> list[Arm]:
+    """Whole Step 3 calls, the arms of the README's table."""
+    whole = ("unions", "attention")
+    arms: list[Arm] = [
+        NativeArm(),
+        StagedArm("union4", "original order, groups of 4", whole, group_size=4, regrouped=False),
+        PublicArm("union8", "original order, groups of 8", pw.Config(mode="union8")),
+    ]
+    for window in (64, 128):
+        arms += [
+            PublicArm(
+                f"pageweaver-w{window}",
+                f"regrouped inside windows of {window} while it runs, groups of 8",
+                pw.Config(mode="pageweaver", window=window),
+            ),
+            StagedArm(
+                f"pageweaver-w{window}-fixed",
+                f"the same with window {window}'s order computed beforehand",
+                whole,
+                window=window,
+            ),
+        ]
+    return arms
+
+
+def stage_arms() -> list[Arm]:
+    """PageWeaver's kernels alone."""
+    return [
+        StagedArm("regroup-w64", "regroup kernel, windows of 64", ("regroup",), window=64),
+        StagedArm("regroup-w128", "regroup kernel, windows of 128", ("regroup",)),
+        StagedArm("unions-original", "union preparation kernel, original order", ("unions",), regrouped=False),
+        StagedArm("unions-w128", "union preparation kernel, order of windows of 128", ("unions",)),
+        StagedArm("attention-original", "attention kernel, original order", ("attention",), regrouped=False),
+        StagedArm("attention-w64", "attention kernel, order of windows of 64", ("attention",), window=64),
+        StagedArm("attention-w128", "attention kernel, order of windows of 128", ("attention",)),
+    ]
+
+
+def prepare_arms(arms: Sequence[Arm], sets: Sequence[Step3Inputs]) -> tuple[list[Arm], dict[str, str]]:
+    """Prepare every arm on ``sets``; returns those that are ready, and the reason by name for those that aren't."""
+    ready, unavailable = [], {}
+    for arm in arms:
+        try:
+            arm.prepare(sets)
+            ready.append(arm)
+        except ArmUnavailable as reason:
+            unavailable[arm.name] = str(reason)
+    return ready, unavailable
+
+
+def build_kernels() -> float:
+    """Compile PageWeaver's kernels if that has not been done; returns the seconds it took.
+
+    Raises :class:`ArmUnavailable` when they can't be had here.
+    """
+    from pageweaver_sglang.cuda import loader
+
+    start = time.perf_counter()
+    try:
+        loader.load()
+    except (loader.KernelBuildError, OSError) as error:
+        raise ArmUnavailable(f"PageWeaver's kernels can't be built or loaded ({first_line(error)})") from error
+    return time.perf_counter() - start

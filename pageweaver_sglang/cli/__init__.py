@@ -1,0 +1,35 @@
+"""The ``pageweaver`` command: ``doctor`` says what a server would do here, ``demo`` shows what PageWeaver does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``pageweaver``."""
+    import pageweaver_sglang
+
+    from . import demo, doctor
+
+    top = argparse.ArgumentParser(prog="pageweaver", description=pageweaver_sglang.__doc__.splitlines()[0])
+    top.add_argument("--version", action="version", version=f"pageweaver {pageweaver_sglang.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (doctor, demo):
+        name = module.__name__.rpartition(".")[2]
+        summary, _, rest = module.HELP.partition("\n")
+        command = commands.add_parser(
+            name, help=summary, description=summary + "\n" + rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code (see each command's ``--help``)."""
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130

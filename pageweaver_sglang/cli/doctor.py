@@ -1,0 +1,241 @@
+"""``pageweaver doctor``: looks at this machine the way a server would, and says what a server would do."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pageweaver_sglang import __version__
+from pageweaver_sglang.bench import environment
+from pageweaver_sglang.bench.protocol import first_line
+from pageweaver_sglang.config import ENV_PREFIX, Config, ConfigError, load_config
+
+HELP = """say what a server started with --attention-backend pageweaver would do here, and why not
+Exit code 0: it would run PageWeaver. 1: it would refuse to start, or run SGLang's own kernels instead."""
+
+ENTRY_POINT_GROUP = "sglang.srt.plugins"
+HOPPER = "9.0"
+_SERVER = "A server started with --attention-backend pageweaver"
+
+
+@dataclass
+class Finding:
+    """One thing that was looked at: what was found, and what is wrong with it (None: nothing)."""
+
+    name: str
+    found: str
+    problem: str | None = None
+
+
+@dataclass
+class Diagnosis:
+    """Everything found, in the order in which it is shown.
+
+    ``settings`` holds (name, value, where the value comes from).
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    settings: list[tuple[str, Any, str]] = field(default_factory=list)
+
+    def add(self, name: str, found: str, problem: str | None = None) -> None:
+        """Note a finding."""
+        self.findings.append(Finding(name, found, problem))
+
+    @property
+    def problems(self) -> list[str]:
+        """What keeps PageWeaver from running, in sentences."""
+        return [finding.problem for finding in self.findings if finding.problem]
+
+    @property
+    def verdict(self) -> str:
+        """What a server would do, in a sentence."""
+        if not self.problems:
+            return f"{_SERVER} would run PageWeaver's Step 3 on MiniMax-M3's sparse layers."
+        return f"{_SERVER} would not run PageWeaver."
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report of ``--json``."""
+        return {
+            "would_run_pageweaver": not self.problems,
+            "verdict": self.verdict,
+            "problems": self.problems,
+            "findings": [{"name": f.name, "found": f.found, "problem": f.problem} for f in self.findings],
+            "settings": {name: {"value": value, "source": source} for name, value, source in self.settings},
+            "gpus": environment.gpus(),
+            "versions": environment.package_versions(),
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``pageweaver doctor``."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look, print, and return the exit code."""
+    diagnosis = diagnose()
+    if arguments.json:
+        print(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        show(diagnosis, Console())
+    return 1 if diagnosis.problems else 0
+
+
+def diagnose() -> Diagnosis:
+    """Look at everything; never raises because something is missing."""
+    diagnosis = Diagnosis()
+    diagnosis.add("PageWeaver", f"{__version__} in {Path(__file__).resolve().parents[1]}")
+    mode = _look_at_settings(diagnosis)
+    _look_at_gpu(diagnosis)
+    _look_at_kernels(diagnosis, needed=mode != "native")
+    _look_at_sglang(diagnosis)
+    return diagnosis
+
+
+def _look_at_settings(diagnosis: Diagnosis) -> str | None:
+    try:
+        config = load_config()
+        diagnosis.settings = settings_with_sources(config)
+    except ConfigError as error:
+        diagnosis.add("settings", "invalid", f"The server would refuse to start: {error}.")
+        return None
+    profile = os.environ.get("PAGEWEAVER_CONFIG")
+    native = "The setting mode=native asks for SGLang's own Step 3." if config.mode == "native" else None
+    diagnosis.add("settings", f"valid; profile {profile or 'none'}, mode {config.mode}", native)
+    return config.mode
+
+
+def settings_with_sources(config: Config) -> list[tuple[str, Any, str]]:
+    """(name, value, source) of every setting in effect; the source is ``default``, the profile, or the variable."""
+    profile = os.environ.get("PAGEWEAVER_CONFIG")
+    from_profile = load_config(profile, env={}).model_fields_set if profile else set()
+    rows = []
+    for name in Config.model_fields:
+        variable = ENV_PREFIX + name.upper()
+        source = f"profile {profile}" if name in from_profile else "default"
+        if os.environ.get(variable):
+            source = variable
+        rows.append((name, getattr(config, name), source))
+    return rows
+
+
+def _look_at_gpu(diagnosis: Diagnosis) -> None:
+    shown = environment.gpus()
+    if not shown:
+        diagnosis.add(
+            "GPU",
+            "none (nvidia-smi shows none)",
+            "There is no NVIDIA GPU here; PageWeaver's kernels need a Hopper GPU (H100, H200).",
+        )
+    usable = any(gpu["compute_cap"] == HOPPER for gpu in shown)
+    for number, gpu in enumerate(shown):
+        capability = gpu["compute_cap"]
+        found = f"{gpu['name']}, compute capability {capability}, driver {gpu['driver_version']}"
+        wrong = (
+            f"GPU {number} has compute capability {capability} and the kernels are built for {HOPPER} (H100, H200): "
+            "every call on it would go to SGLang's own Step 3."
+        )
+        if capability != HOPPER and usable:
+            found += " (the kernels don't run on this one)"
+        diagnosis.add(f"GPU {number}", found, None if usable else wrong)
+
+    try:
+        import torch
+    except Exception as error:  # a broken CUDA installation can raise anything here
+        diagnosis.add("PyTorch", "cannot be imported", f"PyTorch can't be imported ({first_line(error)}).")
+        return
+    cuda = torch.version.cuda
+    built = f"{torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "built without CUDA")
+    unusable = None
+    if shown and not torch.cuda.is_available():
+        unusable = "PyTorch can't use the GPU: " + (
+            "this build of it has no CUDA."
+            if cuda is None
+            else f"torch.cuda.is_available() is false (build for CUDA {cuda})."
+        )
+    diagnosis.add("PyTorch", built, unusable)
+    diagnosis.add("Triton", environment.version("triton") or "not installed")
+
+
+def _look_at_kernels(diagnosis: Diagnosis, *, needed: bool) -> None:
+    from pageweaver_sglang.cuda import loader
+
+    nvcc = loader.nvcc_path()
+    built = loader.is_built()
+    diagnosis.add("nvcc", str(nvcc) if nvcc else "not found (PATH, CUDA_HOME, PAGEWEAVER_NVCC)")
+    problem = None
+    if not built and nvcc is None and needed:
+        problem = (
+            "PageWeaver's kernels are not built and there is no nvcc to build them. Install the CUDA toolkit, or point "
+            "PAGEWEAVER_NVCC at an nvcc 12.8 or newer."
+        )
+    found = (
+        "built" if built else "not built yet; compiled when first used, or now by `python -m pageweaver_sglang.build`"
+    )
+    diagnosis.add("kernels", found, problem)
+
+
+def entry_point_visible() -> bool:
+    """Whether SGLang would find the plugin: the installed metadata names it."""
+    return any(point.name == "pageweaver" for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+
+
+def _look_at_sglang(diagnosis: Diagnosis) -> None:
+    if entry_point_visible():
+        allowed = os.environ.get("SGLANG_PLUGINS")
+        excluded = bool(allowed) and "pageweaver" not in [name.strip() for name in allowed.split(",")]
+        diagnosis.add(
+            "plugin",
+            f"entry point in {ENTRY_POINT_GROUP}",
+            f"SGLANG_PLUGINS={allowed} keeps SGLang from loading the plugin 'pageweaver'." if excluded else None,
+        )
+    else:
+        diagnosis.add(
+            "plugin",
+            "no entry point",
+            "SGLang would not find PageWeaver: the package is importable but not installed. Install it with pip.",
+        )
+
+    version = environment.version("sglang")
+    if version is None:
+        diagnosis.add("SGLang", "not installed", "SGLang is not installed in this Python environment.")
+        return
+    try:
+        from pageweaver_sglang.plugin import compat
+
+        problems = compat.verify_seams()
+        version = compat.sglang_version()
+        tested = compat.tested_version(version)
+    except Exception as error:  # SGLang raises anything at import when it doesn't like the machine
+        diagnosis.add("SGLang", version, f"SGLang {version} can't be imported here ({first_line(error)}).")
+        return
+    note = "" if tested else f" (not among the tested versions {' to '.join(compat.SUPPORTED)})"
+    refuse = f"The server would refuse to start: {compat.refusal(problems)}" if problems else None
+    diagnosis.add("SGLang", version + note, refuse)
+    diagnosis.add("seams", "changed" if problems else "all in place")
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the report for people."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for finding in diagnosis.findings:
+        mark = "[red]✗[/]" if finding.problem else "[green]✓[/]"
+        table.add_row(mark, finding.name, escape(finding.found))
+    console.print(table)
+    if diagnosis.settings:
+        settings = Table("setting", "value", "from", title="Settings in effect", title_justify="left")
+        for name, value, source in diagnosis.settings:
+            settings.add_row(name, str(value), source)
+        console.print(settings)
+    console.print(diagnosis.verdict, style="red" if diagnosis.problems else "green")
+    for problem in diagnosis.problems:
+        console.print(f"  - {escape(problem)}", highlight=False)
