@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
     const int slot = lane / kLanesPerSlot;  // of this lane's four keys
     int query = -1;
     if (slot < members) {
-        query = perm != nullptr ? perm[head * lengths.tokens + first + slot] : first + slot;
+        // Padding rows belong to nobody, whatever the caller's order says of them.
+        query = perm != nullptr && attends ? perm[head * lengths.tokens + first + slot] : first + slot;
         if (query < at.begin || query >= at.end) query = -1;  // never read a row that is not the request's own
     }
     if (lane % kLanesPerSlot == 0 && slot < group_size) {
