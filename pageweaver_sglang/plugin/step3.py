@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import logging
 from collections import Counter
@@ -237,10 +238,11 @@ def serving(step3: Step3, layer_id: int) -> Iterator[None]:
 def route(module: ModuleType) -> None:
     """Put the router in the place of Step 3's name in ``module`` (SGLang's ``minimax_sparse``); safe to repeat."""
     native: Native = getattr(module, compat.STEP3_NAME)
-    if hasattr(native, "pageweaver_native"):
+    if hasattr(native, "pageweaver_router"):
         return
     signature = inspect.signature(native)
 
+    @functools.wraps(native)
     def router(*args: Any, **kwargs: Any) -> torch.Tensor:
         serves = _serving.get()
         if serves is None:
@@ -248,5 +250,5 @@ def route(module: ModuleType) -> None:
         step3, layer_id = serves
         return step3(native, layer_id, signature.bind(*args, **kwargs).arguments if args else kwargs)
 
-    router.pageweaver_native = native  # type: ignore[attr-defined]
+    router.pageweaver_router = True  # type: ignore[attr-defined]
     setattr(module, compat.STEP3_NAME, router)
