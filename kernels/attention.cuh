@@ -58,6 +58,11 @@ constexpr float kE4m3Max = 448.0f;
 // Finite stand-in for minus infinity: a row that has seen nothing yet, and keys behind a query's limit. No NaN can form.
 constexpr float kMasked = -1e30f;
 constexpr float kSmallestAmax = 1e-12f;  // keeps the scale of an all-zero Q row finite
+// Largest softmax scale of a row: times the largest sum of 128 E4M3 products (2.6e7) it stays far below FP32's limit.
+constexpr float kLargestRowScale = 1e28f;
+// A row's maximum is rounded up by this part of itself, so that no probability exceeds 1 however large the logits are: the
+// exponent is one exact multiply-add, which the rounded product it subtracts can otherwise undercut by half a unit.
+constexpr float kMaxRoundUp = 0x1p-22f;
 
 // ---------------------------------------------------------------- Pieces
 
@@ -101,7 +106,7 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
     packed.x = ptx::to_e4m3x4(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse);
     packed.y = ptx::to_e4m3x4(x[4] * inverse, x[5] * inverse, x[6] * inverse, x[7] * inverse);
     *reinterpret_cast<uint2*>(q_tile + swizzled_offset(row, part >> 1) + (part & 1) * 8) = packed;
-    if (part == 0) row_scale[row] = amax / kE4m3Max * softmax_scale_log2;
+    if (part == 0) row_scale[row] = fminf(amax / kE4m3Max * softmax_scale_log2, kLargestRowScale);
   }
 }
 
@@ -155,7 +160,8 @@ __device__ __forceinline__ float softmax_row(float (&s)[ptx::kAccumulators], Row
   for (int j = 0; j < 16; ++j) row_max = fmaxf(row_max, fmaxf(s[4 * j + 2 * kRow], s[4 * j + 2 * kRow + 1]));
   row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
   row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
-  const float new_max = fmaxf(state.max, row_max * scale);
+  const float page_max = row_max * scale;
+  const float new_max = fmaxf(state.max, fmaf(fabsf(page_max), kMaxRoundUp, page_max));
   const float correction = ptx::exp2_approx(state.max - new_max);
   const float bias = kProbabilityScaleLog2 - new_max;
   float sum = 0.0f;

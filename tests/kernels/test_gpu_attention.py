@@ -176,9 +176,9 @@ def test_strided_q_as_in_a_server():
 
 
 def test_recorded_server_call():
-    w = pw.load_workload(DATA / "m3_tiny_layer.npz").to_call(device="cuda")
-    out = pw.sparse_prefill(*w.args())
-    assert nrms(out, w.out) <= FP8_NRMS
+    workload = pw.load_workload(DATA / "m3_tiny_layer.npz")
+    out = pw.sparse_prefill(**workload.attention_arguments("cuda"))
+    assert nrms(out, workload.out) <= FP8_NRMS
 
 
 def test_workspace_call_neither_allocates_nor_synchronises():
