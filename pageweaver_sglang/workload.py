@@ -70,11 +70,6 @@ class Workload:
         except ValueError as error:
             raise ValueError(f"Workload: {error}") from None
 
-    @property
-    def has_tensors(self) -> bool:
-        """Whether the file holds what attention needs: queries, keys and values."""
-        return self.q is not None and self.k_pages is not None
-
     def attention_arguments(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor | int]:
         """Return the arguments of ``sparse_prefill`` for this call, with a KV pool of just its pages.
 

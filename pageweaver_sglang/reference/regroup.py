@@ -66,7 +66,7 @@ def _regroup_batch(
     ids = starts[:, None] + place
     # Rows behind a short window repeat token 0: they are never chosen.
     picked = supports[ids.masked_fill(~exists, 0)]
-    order = _greedy(_rename(picked), lengths, group_size)
+    order = _greedy(*_rename(picked), lengths, group_size)
     if guard == "window":
         regrouped = picked.gather(1, order[..., None].expand_as(picked))
         better = _visits(regrouped, exists, group_size) < _visits(picked, exists, group_size)
@@ -75,26 +75,27 @@ def _regroup_batch(
     perm[ids[exists]] = new_ids[exists].to(torch.int32)
 
 
-def _rename(picked: torch.Tensor) -> torch.Tensor:
+def _rename(picked: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Rename the pages of every window to 0, 1, 2, ... in ascending order.
 
-    ``picked`` is ``[windows, width, k]`` with -1 for nothing. In the result "nothing" is the largest name, one more
-    than any page has in any window.
+    ``picked`` is ``[windows, width, k]`` with -1 for nothing. Returns the names, and the name of "nothing", which is
+    larger than that of any page.
     """
     flat = picked.flatten(1)
     ids, where = flat.sort(dim=1)
     is_new = torch.zeros_like(ids)
     is_new[:, 1:] = ids[:, 1:] != ids[:, :-1]
     names = torch.empty_like(ids).scatter_(1, where, is_new.cumsum(1))
-    names = names.masked_fill(flat < 0, int(names.max()) + 1)
-    return names.view_as(picked)
+    nothing = int(names.max()) + 1
+    return names.masked_fill(flat < 0, nothing).view_as(picked), nothing
 
 
-def _greedy(names: torch.Tensor, lengths: torch.Tensor, group_size: int) -> torch.Tensor:
+def _greedy(names: torch.Tensor, nothing: int, lengths: torch.Tensor, group_size: int) -> torch.Tensor:
     """Run Algorithm 1 in all windows in step: one query joins every window's current group per step.
 
     Args:
-        names: int64 ``[windows, width, k]``, renamed distinct pages; the largest name is "nothing".
+        names: int64 ``[windows, width, k]``, renamed distinct pages.
+        nothing: the name that stands for no page.
         lengths: ``[windows]``, queries of each window.
         group_size: queries per group.
 
@@ -104,7 +105,6 @@ def _greedy(names: torch.Tensor, lengths: torch.Tensor, group_size: int) -> torc
     windows, width, k = names.shape
     # [windows, k * width], so that the sum over a query's pages runs over rows.
     flat = names.transpose(1, 2).reshape(windows, k * width)
-    nothing = int(names.max())
     place = torch.arange(width, device=names.device)
     never = width * (k + 1)
     # 1 for a page that is not in the union yet.
