@@ -261,7 +261,8 @@ def run_mode(options: argparse.Namespace, mode: str, deadline: float, say: Calla
     variables = {"PYTHONUNBUFFERED": "1"}
     if mode != STOCK:
         variables |= {"PAGEWEAVER_MODE": mode, "PAGEWEAVER_VERIFY_EVERY": "1"}
-    server = ServerProcess(server_command(options, mode), options.logs / f"{mode}.log", environment=variables)
+    log = options.logs / f"{mode}.log"
+    server = ServerProcess(server_command(options, mode), log, environment=variables, patience=options.patience)
     result: dict[str, Any] = {"command": shlex.join(server.command), "environment": variables, "requests": []}
     try:
         with server:
@@ -357,6 +358,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--least", type=float, default=60, help="start no mode with less time left (default: %(default)s s)"
     )
+    parser.add_argument("--patience", type=float, default=8, help="seconds a server gets to end (default: %(default)s)")
     parser.add_argument("--port", type=int, default=30001)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(

@@ -46,11 +46,20 @@ class ServerProcess:
         command: what to run; its output goes to ``log``.
         log: file that gets stdout and stderr.
         environment: added to this process's own environment.
+        patience: seconds between SIGTERM and SIGKILL when the server is ended.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        patience: float = 8.0,
+    ) -> None:
         self.command = list(command)
         self.log = log
+        self.patience = patience
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[int, str] = {}
@@ -82,6 +91,7 @@ class ServerProcess:
         assert self._process is not None
         start = time.monotonic()
         while True:
+            self._members()  # notes descendants while their parents live
             exit_code = self._process.poll()  # before the log is read, so that a last line is not missed
             waited = time.monotonic() - start
             if READY_LINE in self.text():
@@ -90,7 +100,7 @@ class ServerProcess:
                 raise ServerError(f"the server ended with exit code {exit_code} after {waited:.0f} s\n{self.tail()}")
             if waited > timeout:
                 raise ServerError(f"the server was not ready after {waited:.0f} s\n{self.tail()}")
-            time.sleep(0.2)
+            time.sleep(0.1)
 
     def tail(self, lines: int = 40) -> str:
         """The end of the log."""
@@ -126,14 +136,14 @@ class ServerProcess:
             time.sleep(0.1)
         return alive
 
-    def stop(self, patience: float = 8.0) -> None:
+    def stop(self) -> None:
         """End the server and all its processes: SIGTERM first, SIGKILL for what is left after ``patience`` seconds.
 
         Raises :class:`ServerError` when a process survives even that.
         """
         if self._process is None:
             return
-        alive = self._signal_until_gone(signal.SIGTERM, patience)
+        alive = self._signal_until_gone(signal.SIGTERM, self.patience)
         if alive:
             alive = self._signal_until_gone(signal.SIGKILL, 30.0)
         if alive:

@@ -193,8 +193,7 @@ def gpu_part(
         from pageweaver_sglang.bench.arms import build_kernels
 
         try:
-            with console.status("Building the kernels (a minute or two the first time)"):
-                report["kernel_build_s"] = build_kernels()
+            report["kernel_build_s"] = build_kernels()
         except ArmUnavailable as error:
             reason = str(error) + "."
     report["gpu_part"] = reason or "run"

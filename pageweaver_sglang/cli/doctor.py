@@ -169,18 +169,26 @@ def _look_at_gpu(diagnosis: Diagnosis) -> None:
 def _look_at_kernels(diagnosis: Diagnosis, *, needed: bool) -> None:
     from pageweaver_sglang.cuda import loader
 
-    nvcc = loader.nvcc_path()
-    built = loader.is_built()
-    diagnosis.add("nvcc", str(nvcc) if nvcc else "not found (PATH, CUDA_HOME, PAGEWEAVER_NVCC)")
-    problem = None
-    if not built and nvcc is None and needed:
+    nvcc, problem = loader.nvcc_path(), None
+    try:
+        version = f", release {loader._nvcc_version(nvcc)}" if nvcc else ""
+        diagnosis.add("nvcc", f"{nvcc}{version}" if nvcc else "not found (PAGEWEAVER_NVCC, CUDA_HOME, PATH)")
+        usable = nvcc is not None
+    except loader.KernelBuildError as error:
+        diagnosis.add("nvcc", f"{nvcc}, unusable: {first_line(error)}")
+        usable = False
+    try:
+        built = loader.is_built()
+    except (importlib.metadata.PackageNotFoundError, FileNotFoundError) as error:
+        diagnosis.add("kernels", "incomplete installation", f"The kernels can't be built ({first_line(error)}).")
+        return
+    if not built and not usable and needed:
+        oldest = ".".join(map(str, loader.MIN_NVCC))
         problem = (
-            "PageWeaver's kernels are not built and there is no nvcc to build them. Install the CUDA toolkit, or point "
-            "PAGEWEAVER_NVCC at an nvcc 12.8 or newer."
+            "The server would refuse to start: PageWeaver's kernels are not built and there is no usable nvcc to build "
+            f"them. Install the CUDA toolkit {oldest} or newer, or point PAGEWEAVER_NVCC at its nvcc."
         )
-    found = (
-        "built" if built else "not built yet; compiled when first used, or now by `python -m pageweaver_sglang.build`"
-    )
+    found = "built" if built else "not built yet; compiled at first use, or now by `python -m pageweaver_sglang.build`"
     diagnosis.add("kernels", found, problem)
 
 

@@ -1,0 +1,79 @@
+"""Stands in for `python -m sglang.launch_server` in the tests of serve_check.py: same log lines, same answers.
+
+FAKE_* variables make it misbehave. It starts a helper process in a session of its own that ignores SIGTERM, as a stuck
+scheduler would; FAKE_PIDS names a file that gets both process ids.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+HELPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+LAYERS = (2, 3, 4, 5)
+
+
+def log(text: str) -> None:
+    print(f"[2026-11-30 10:00:00] INFO pageweaver_sglang.plugin: {text}", flush=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    calls = 0
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt, new = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        Handler.calls += 1
+        if os.environ.get("PAGEWEAVER_MODE", "native") != "native":
+            nrms = os.environ.get("FAKE_NRMS", "2.671%")
+            for layer in LAYERS:
+                log(
+                    f"pageweaver verify: layer {layer} call {Handler.calls} tokens {len(prompt)} requests 2 kv_heads 4 "
+                    f"nrms {nrms} max error 4.883e-02 cosine 0.999643"
+                )
+                counts = {layer: Handler.calls for layer in LAYERS}
+                fallbacks = {"attention sink": 1} if "FAKE_FALLBACK" in os.environ else {}
+                log(f"pageweaver calls: {counts} fallbacks: {fallbacks}")
+        first = sum(prompt) % 700
+        top = [[-0.7, first, None], [-0.9, first + 1, None]]
+        flip = os.environ.get("FAKE_FLIP", "").split(":")
+        if flip[0] == os.environ.get("PAGEWEAVER_MODE"):
+            first += int(flip[1])
+        answer = {"output_ids": [first] * new, "meta_info": {"output_top_logprobs": [top] * new}}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--attention-backend")
+    options, _ = parser.parse_known_args()
+    helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True, stdout=subprocess.PIPE)
+    helper.stdout.readline()
+    with open(os.environ["FAKE_PIDS"], "a") as out:
+        out.write(f"{os.getpid()} {helper.pid}\n")
+    if options.attention_backend == "pageweaver":
+        mode = os.environ["PAGEWEAVER_MODE"]
+        log(f"pageweaver STATUS: mode {mode}, window 128, guard window, kernels loaded, dense layers FlashAttention")
+    if "FAKE_DIE" in os.environ:
+        time.sleep(0.5)
+        sys.exit("RuntimeError: no kernel image is available")
+    if "FAKE_HANG" in os.environ:
+        time.sleep(600)
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    log("The server is fired up and ready to roll!")
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
