@@ -1,0 +1,80 @@
+"""The timing protocol with fake arms and a fake clock: what gets called, in which order, and what is kept."""
+
+import pytest
+
+from pageweaver_sglang.bench.protocol import Arm, HostClock, Protocol, Timing, measure, sets_for_cold_cache
+
+
+class Recorder(Arm):
+    description = "notes its calls"
+
+    def __init__(self, name, calls, error=None):
+        self.name, self.calls, self.error = name, calls, error
+
+    def prepare(self, sets):
+        pass
+
+    def call(self, index):
+        if self.error:
+            raise RuntimeError(self.error)
+        self.calls.append((self.name, index))
+
+    def release(self):
+        pass
+
+
+class Counter:
+    """A clock by which every piece of work takes 1 ms longer than the one before."""
+
+    def __init__(self):
+        self.now = 0
+
+    def time(self, work):
+        work()
+        self.now += 1
+        return self.now
+
+    def synchronize(self):
+        pass
+
+
+def test_arms_rotate_and_inputs_too():
+    calls = []
+    arms = [Recorder(name, calls) for name in "ABC"]
+    timings, failed = measure(arms, 2, Protocol(rounds=3, calls=3, warmup=0), clock=Counter())
+    assert failed == {}
+    assert [name for name, _ in calls[::3]] == list("ABCBCACAB")
+    assert [index for name, index in calls if name == "A"] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
+    assert timings["A"].rounds_ms == pytest.approx((1 / 3, 6 / 3, 8 / 3))
+
+
+def test_every_round_is_kept():
+    timing = Timing((3.0, 1.0, 2.0, 50.0, 2.5))
+    assert (timing.median, timing.low, timing.high) == (2.5, 1.0, 50.0)
+    assert timing.as_dict()["rounds_ms"] == [3.0, 1.0, 2.0, 50.0, 2.5]
+
+
+def test_an_arm_that_fails_drops_out():
+    calls, seen = [], []
+    arms = [Recorder("good", calls), Recorder("bad", calls, "no such kernel\nmore text")]
+    timings, failed = measure(arms, 1, Protocol(3, 2, 1), clock=HostClock(), on_round=seen.append)
+    assert list(timings) == ["good"]
+    assert failed == {"bad": "RuntimeError: no such kernel"}
+    assert seen == ["good"] * 3
+    assert len(calls) == 1 + 3 * 2
+
+
+def test_no_arms():
+    assert measure([], 1, Protocol(), clock=HostClock()) == ({}, {})
+
+
+@pytest.mark.parametrize("sizes", [{"rounds": 0}, {"calls": 0}, {"warmup": -1}])
+def test_protocol_refuses(sizes):
+    with pytest.raises(ValueError, match=next(iter(sizes))):
+        Protocol(**sizes)
+
+
+def test_other_sets_exceed_twice_the_l2():
+    for kv_bytes in (1, 16_492_544, 200_000_000):
+        sets = sets_for_cold_cache(kv_bytes, 60_000_000)
+        assert (sets - 1) * kv_bytes > 2 * 60_000_000

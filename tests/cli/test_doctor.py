@@ -1,0 +1,187 @@
+"""`pageweaver doctor` on machines that lack one thing or another."""
+
+import importlib.metadata
+import json
+import sys
+
+import pytest
+
+from pageweaver_sglang import Config
+from pageweaver_sglang.bench import environment
+from pageweaver_sglang.cli import doctor, main
+from pageweaver_sglang.cuda import loader
+
+H200 = {"name": "NVIDIA H200", "compute_cap": "9.0", "driver_version": "580.1"}
+OTHER = {"name": "NVIDIA A100", "compute_cap": "8.0", "driver_version": "580.1"}
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine where everything is in place but for what a test takes away; SGLang itself is never imported."""
+    for variable in [name for name in doctor.os.environ if name.startswith("PAGEWEAVER_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    compat = pytest.importorskip("pageweaver_sglang.plugin.compat")
+    monkeypatch.setattr(environment, "gpus", lambda: [H200])
+    monkeypatch.setattr(doctor.environment, "version", lambda package: "0.5.23")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(loader, "is_built", lambda: True)
+    monkeypatch.setattr(doctor, "entry_point_visible", lambda: True)
+    monkeypatch.setattr(compat, "verify_seams", lambda: [])
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.23")
+    return compat
+
+
+def problems():
+    return doctor.diagnose().problems
+
+
+def test_all_is_well(machine, capsys):
+    assert problems() == []
+    assert main(["doctor"]) == 0
+    assert "would run PageWeaver's Step 3" in " ".join(capsys.readouterr().out.split())
+
+
+def test_json_schema(machine, capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["would_run_pageweaver"] is True
+    assert set(report) == {"would_run_pageweaver", "verdict", "problems", "findings", "settings", "gpus", "versions"}
+    assert set(report["settings"]) == set(Config.model_fields)
+    assert all(set(finding) == {"name", "found", "problem"} for finding in report["findings"])
+    assert report["settings"]["mode"] == {"value": "pageweaver", "source": "default"}
+
+
+def test_no_gpu(machine, monkeypatch):
+    monkeypatch.setattr(environment, "gpus", lambda: [])
+    (problem,) = problems()
+    assert "no NVIDIA GPU" in problem
+
+
+def test_other_gpu(machine, monkeypatch):
+    monkeypatch.setattr(environment, "gpus", lambda: [OTHER])
+    (problem,) = problems()
+    assert "8.0" in problem
+    assert "SGLang's own Step 3" in problem
+
+
+def test_one_usable_gpu_is_enough(machine, monkeypatch):
+    monkeypatch.setattr(environment, "gpus", lambda: [OTHER, H200])
+    assert problems() == []
+
+
+def test_pytorch_without_cuda(machine, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (problem,) = problems()
+    assert problem.startswith("PyTorch can't use the GPU")
+
+
+@pytest.mark.parametrize("nvcc", ["missing", "too old"])
+def test_no_usable_nvcc(machine, monkeypatch, tmp_path, nvcc):
+    monkeypatch.setattr(loader, "is_built", lambda: False)
+    if nvcc == "missing":
+        monkeypatch.setenv("PAGEWEAVER_NVCC", str(tmp_path / "nowhere"))
+    else:
+        program = tmp_path / "nvcc"
+        program.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PAGEWEAVER_NVCC", str(program))
+    (problem,) = problems()
+    assert "nvcc" in problem
+    assert "refuse to start" in problem
+
+
+def test_built_kernels_need_no_nvcc(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEWEAVER_NVCC", str(tmp_path / "nowhere"))
+    assert problems() == []
+
+
+def test_not_installed_package(machine, monkeypatch):
+    monkeypatch.setattr(doctor, "entry_point_visible", lambda: False)
+    (problem,) = problems()
+    assert "not installed" in problem
+
+
+@pytest.mark.parametrize(("value", "excluded"), [("", False), ("pageweaver,other", False), ("other", True)])
+def test_plugin_whitelist(machine, monkeypatch, value, excluded):
+    monkeypatch.setenv("SGLANG_PLUGINS", value)
+    assert any("SGLANG_PLUGINS" in problem for problem in problems()) == excluded
+
+
+def test_no_sglang(machine, monkeypatch):
+    monkeypatch.setattr(doctor.environment, "version", lambda package: None)
+    (problem,) = problems()
+    assert problem == "SGLang is not installed in this Python environment."
+
+
+def test_changed_sglang(machine, monkeypatch):
+    monkeypatch.setattr(machine, "verify_seams", lambda: ["sglang.x:y is missing"])
+    (problem,) = problems()
+    assert "refuse to start" in problem
+    assert "sglang.x:y is missing" in problem
+
+
+def test_sglang_that_cannot_be_imported(machine, monkeypatch):
+    def fail():
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(machine, "verify_seams", fail)
+    (problem,) = problems()
+    assert "can't be imported" in problem
+    assert "torchvision::nms" in problem
+
+
+def test_untested_sglang_is_no_problem(machine, monkeypatch):
+    monkeypatch.setattr(machine, "sglang_version", lambda: "0.6.0")
+    diagnosis = doctor.diagnose()
+    assert diagnosis.problems == []
+    assert any("not among the tested versions" in finding.found for finding in diagnosis.findings)
+
+
+def test_native_mode_is_said(machine, monkeypatch):
+    monkeypatch.setenv("PAGEWEAVER_MODE", "native")
+    (problem,) = problems()
+    assert "mode=native" in problem
+
+
+def test_wrong_setting(machine, monkeypatch, capsys):
+    monkeypatch.setenv("PAGEWEAVER_WINDOW", "100")
+    assert main(["doctor"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "PAGEWEAVER_WINDOW" in shown
+    assert "64 or 128" in shown
+
+
+def test_where_settings_come_from(machine, monkeypatch):
+    monkeypatch.setenv("PAGEWEAVER_CONFIG", "paper")
+    monkeypatch.setenv("PAGEWEAVER_WINDOW", "64")
+    sources = {name: (value, source) for name, value, source in doctor.diagnose().settings}
+    assert sources["window"] == (64, "PAGEWEAVER_WINDOW")
+    assert sources["overflow"] == ("original", "profile paper")
+    assert sources["verify_every"] == (0, "default")
+
+
+def test_bare_machine(monkeypatch, capsys):
+    """Nothing faked: no GPU, no entry point, no SGLang, no nvcc, no tvm-ffi, as far as Python can tell."""
+    find = importlib.metadata.version
+
+    def nothing(package):
+        if package in ("sglang", "apache-tvm-ffi"):
+            raise importlib.metadata.PackageNotFoundError(package)
+        return find(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setenv("PATH", "")
+    assert main(["doctor"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "would not run PageWeaver" in shown
+    assert "There is no NVIDIA GPU here" in shown
+    assert "SGLang is not installed" in shown
+
+
+def test_importing_the_command_imports_no_sglang():
+    import subprocess
+
+    code = "import sys, pageweaver_sglang.cli as c; c.parser(); sys.exit('sglang' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
