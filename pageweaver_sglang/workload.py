@@ -140,9 +140,10 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("a single array, not an .npz archive")
+        archive = np.load(path, allow_pickle=False)
+        if isinstance(archive, np.ndarray):
+            raise ValueError("it is a single array")
+        with archive:
             return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
         raise

@@ -1,0 +1,189 @@
+"""What the public functions ask of the CUDA wrappers, with CPU tensors that pass for CUDA ones.
+
+The stand-in wrappers do their work with the reference engine, so that what reaches them is seen in the result. The
+kernels themselves have tests of their own, on a GPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pageweaver_sglang as pw
+from pageweaver_sglang import api
+from pageweaver_sglang.cuda import support
+from tests.generators import make_case
+
+CASE = make_case("padded", seed=0)
+PICKS = (CASE.topk_idx, CASE.cu_seqlens, CASE.prefix_lens)
+LENGTHS = (CASE.cu_seqlens, CASE.seq_lens, CASE.prefix_lens)
+ARRAYS = ("pages", "masks", "counts", "queries", "limits")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of the wrappers, in order: (name, positional arguments, keyword arguments)."""
+    made = []
+
+    def regroup(topk_idx, cu_seqlens, prefix_lens, perm, **options):
+        made.append(("regroup", (topk_idx, cu_seqlens, prefix_lens, perm), options))
+        perm.copy_(pw.reference.regroup(topk_idx, cu_seqlens, prefix_lens, **options))
+
+    def prepare_unions(topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, plan, **options):
+        made.append(("prepare_unions", (topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, plan), options))
+        own = pw.reference.prepare_unions(
+            topk_idx,
+            perm,
+            cu_seqlens,
+            seq_lens,
+            prefix_lens,
+            window=options["window"],
+            group_size=plan.group_size,
+            page_size=plan.page_size,
+        )
+        for name in ARRAYS:
+            getattr(plan, name).copy_(getattr(own, name))
+
+    def union_attention(q, k_cache, v_cache, plan, out, **options):
+        made.append(("union_attention", (q, k_cache, v_cache, plan, out), options))
+        out.fill_(1.0)
+
+    monkeypatch.setattr(
+        "pageweaver_sglang.cuda.ops",
+        SimpleNamespace(regroup=regroup, prepare_unions=prepare_unions, union_attention=union_attention),
+        raising=False,
+    )
+    monkeypatch.setattr(api, "_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(support, "unsupported_reason", lambda *args, **options: None)
+    return made
+
+
+def test_regroup(calls):
+    options = {"window": 64, "group_size": 5, "page_size": 64, "capacity": 30, "guard": "window"}
+    perm = pw.regroup(*PICKS, **options)
+    assert torch.equal(perm, pw.reference.regroup(*PICKS, **options))
+    ((name, _, seen),) = calls
+    assert (name, seen) == ("regroup", options)
+
+
+def test_regroup_of_what_its_kernel_does_not_take(calls):
+    with pytest.raises(ValueError, match="^regroup: window must be 64 or 128 on CUDA, got 100"):
+        pw.regroup(*PICKS, window=100)
+    wide = torch.zeros(1, CASE.topk_idx.shape[1], 17, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^regroup: topk_idx must be of k <= 16 on CUDA, got k=17"):
+        pw.regroup(wide, *PICKS[1:])
+    with pytest.raises(TypeError, match="^regroup: window"):
+        pw.regroup(*PICKS, window=None)
+    assert not calls
+
+
+def test_prepare_unions(calls):
+    perm = pw.reference.regroup(*PICKS, window=64, group_size=4)
+    options = {"window": 64, "group_size": 4, "page_size": 64}
+    plan = pw.prepare_unions(CASE.topk_idx, perm, *LENGTHS, **options)
+    expected = pw.reference.prepare_unions(CASE.topk_idx, perm, *LENGTHS, **options)
+    assert all(torch.equal(getattr(plan, name), getattr(expected, name)) for name in ARRAYS)
+    assert plan.slots is None
+    ((_, _, seen),) = calls
+    assert seen == {"window": 64}
+
+
+def test_prepare_unions_of_what_its_kernel_does_not_take(calls):
+    with pytest.raises(ValueError, match=r"^prepare_unions: group_size must be an integer in 1\.\.8 on CUDA, got 9"):
+        pw.prepare_unions(CASE.topk_idx, None, *LENGTHS, group_size=9)
+    wide = torch.zeros(1, CASE.topk_idx.shape[1], 17, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^prepare_unions: topk_idx must be of k <= 16 on CUDA, got k=17"):
+        pw.prepare_unions(wide, None, *LENGTHS)
+    with pytest.raises(ValueError, match="^prepare_unions: perm"):
+        pw.prepare_unions(CASE.topk_idx, torch.zeros(1, 3, dtype=torch.int32), *LENGTHS)
+    assert not calls
+
+
+@pytest.mark.parametrize("with_workspace", [False, True])
+@pytest.mark.parametrize(
+    ("config", "regroup_options"),
+    [
+        (None, {"window": 128, "guard": "window", "capacity": None}),
+        (pw.Config(window=64, guard="none", capacity=9), {"window": 64, "guard": "none", "capacity": None}),
+        (pw.Config(overflow="original", capacity=300), {"window": 128, "guard": "window", "capacity": 300}),
+        (pw.Config(mode="union8", window=64), None),
+    ],
+)
+def test_sparse_prefill(calls, config, regroup_options, with_workspace):
+    workspace = None
+    window = 128 if config is None else config.window
+    if with_workspace:
+        workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, window=window, device="cpu")
+    scale = torch.tensor([0.5])
+    out = pw.sparse_prefill(*CASE.args(), config=config, workspace=workspace, k_scale=scale, v_scale=2.0)
+    assert out.shape == CASE.q.shape
+    assert (out == 1).all()
+    stages = (
+        ["prepare_unions", "union_attention"]
+        if regroup_options is None
+        else ["regroup"]
+        + [
+            "prepare_unions",
+            "union_attention",
+        ]
+    )
+    assert [name for name, _, _ in calls] == stages
+    perm = None
+    if regroup_options is not None:
+        _, (*_, perm), options = calls[0]
+        assert options == {**regroup_options, "group_size": 8, "page_size": 128}
+    _, (topk_idx, unions_perm, *lengths, plan), options = calls[-2]
+    assert topk_idx is CASE.topk_idx
+    assert unions_perm is perm
+    assert all(got is expected for got, expected in zip(lengths, LENGTHS, strict=True))
+    assert options == {
+        "req_to_token": CASE.req_to_token,
+        "slot_ids": CASE.slot_ids,
+        "num_pool_pages": CASE.k_cache.shape[0] // 128,
+        "window": window,
+    }
+    assert plan.slots.shape == plan.pages.shape
+    _, (q, k_cache, v_cache, attended, target), options = calls[-1]
+    assert (q is CASE.q, k_cache is CASE.k_cache, v_cache is CASE.v_cache) == (True, True, True)
+    assert attended is plan
+    assert target is out
+    # A scale in host memory becomes a number; sm_scale has its default.
+    assert options == {"sm_scale": 128**-0.5, "k_scale": 0.5, "v_scale": 2.0}
+    if with_workspace:
+        tokens, requests = len(CASE.q), 2
+        assert plan.pages.data_ptr() == workspace.plan(tokens, requests).pages.data_ptr()
+        assert out.data_ptr() == workspace.out(tokens).data_ptr()
+        assert perm is None or perm.data_ptr() == workspace.perm(tokens).data_ptr()
+
+
+def test_sparse_prefill_into_out(calls):
+    out = torch.zeros_like(CASE.q)
+    workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, device="cpu")
+    assert pw.sparse_prefill(*CASE.args(), out=out, workspace=workspace, sm_scale=3) is out
+    assert calls[-1][1][-1] is out
+    assert calls[-1][2] == {"sm_scale": 3.0, "k_scale": None, "v_scale": None}
+
+
+def test_the_output_of_a_strided_q_is_contiguous(calls):
+    case = make_case("strided")
+    assert not case.q.is_contiguous()
+    assert pw.sparse_prefill(*case.args()).is_contiguous()
+
+
+def test_no_tokens_launch_nothing(calls):
+    case = make_case("tail", requests=((0, 0), (0, 300)), tail=None)
+    assert pw.sparse_prefill(*case.args()).shape == (0, 16, 128)
+    assert pw.regroup(case.topk_idx, case.cu_seqlens, case.prefix_lens).shape == (1, 0)
+    assert not calls
+
+
+def test_what_the_kernels_do_not_cover_is_refused_by_name(calls, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(api, "_on_cuda", lambda tensor: True)
+    with pytest.raises(pw.UnsupportedError, match="^sparse_prefill: q must be bfloat16, got float16"):
+        pw.sparse_prefill(CASE.q.half(), *CASE.args()[1:])
+    with pytest.raises(pw.UnsupportedError, match="^sparse_prefill: page_size must be 128, got 64"):
+        pw.sparse_prefill(*CASE.args(), page_size=64)
+    assert not calls

@@ -1,0 +1,89 @@
+"""The workspace hands out contiguous views of its buffers, of the shapes that a plan has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pageweaver_sglang as pw
+from pageweaver_sglang.plan import UnionPlan
+
+ARRAYS = ("pages", "masks", "counts", "queries", "limits", "slots")
+
+
+@pytest.mark.parametrize("group_size", [4, 8, 16])
+@pytest.mark.parametrize("window", [64, 100, 128])
+def test_views(window, group_size):
+    workspace = pw.Workspace(
+        1000, 7, kv_heads=3, topk=16, q_heads=48, window=window, group_size=group_size, device="cpu"
+    )
+    largest = workspace.plan(1000, 7)
+    for tokens, requests in ((1000, 7), (999, 1), (1, 7), (1, 1), (0, 0), (128, 3)):
+        plan = workspace.plan(tokens, requests)
+        own = UnionPlan.empty(
+            3,
+            tokens,
+            requests,
+            16,
+            window=window,
+            group_size=group_size,
+            page_size=128,
+            device="cpu",
+            with_slots=True,
+        )
+        assert (plan.group_size, plan.page_size) == (group_size, 128)
+        for name in ARRAYS:
+            view, expected = getattr(plan, name), getattr(own, name)
+            assert view.shape == expected.shape
+            assert view.dtype == expected.dtype
+            assert view.is_contiguous()
+            storage = getattr(largest, name).untyped_storage()
+            assert view.untyped_storage().data_ptr() == storage.data_ptr()
+            assert view.storage_offset() == 0
+        perm, out = workspace.perm(tokens), workspace.out(tokens)
+        assert (perm.shape, perm.dtype, perm.is_contiguous()) == ((3, tokens), torch.int32, True)
+        assert (out.shape, out.dtype, out.is_contiguous()) == ((tokens, 48, 128), torch.bfloat16, True)
+
+
+def test_arrays_do_not_overlap():
+    workspace = pw.Workspace(100, 2, kv_heads=2, topk=4, q_heads=32, device="cpu")
+    plan = workspace.plan(100, 2)
+    tensors = [*(getattr(plan, name) for name in ARRAYS), workspace.perm(100), workspace.out(100)]
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert workspace.nbytes() == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_plan_has_the_page_size_that_is_asked_for():
+    workspace = pw.Workspace(100, 2, kv_heads=2, topk=4, device="cpu")
+    assert workspace.plan(100, 2, page_size=64).page_size == 64
+
+
+def test_too_large_a_call_names_the_sizes():
+    workspace = pw.Workspace(100, 2, kv_heads=1, topk=16, q_heads=16, device="cpu")
+    message = "a call of 101 tokens and {} requests is too large for a workspace of max_tokens=100, max_requests=2"
+    for call in (workspace.perm, workspace.out):
+        with pytest.raises(ValueError, match=message.format(0)):
+            call(101)
+    with pytest.raises(ValueError, match=message.format(1)):
+        workspace.plan(101, 1)
+    with pytest.raises(ValueError, match="a call of 100 tokens and 3 requests"):
+        workspace.plan(100, 3)
+
+
+def test_without_query_heads_there_is_no_output():
+    workspace = pw.Workspace(100, 2, kv_heads=1, topk=16, device="cpu")
+    with pytest.raises(ValueError, match="no output buffer; give q_heads"):
+        workspace.out(1)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_requests", "kv_heads", "topk", "q_heads", "window", "group_size"])
+def test_sizes_are_checked(name):
+    sizes = {"max_tokens": 10, "max_requests": 1, "kv_heads": 1, "topk": 16, "q_heads": 16} | {name: 0}
+    with pytest.raises(ValueError, match=f"Workspace: {name} must be an integer >= 1, got 0"):
+        pw.Workspace(**sizes, device="cpu")
+
+
+def test_groups_are_at_most_32():
+    with pytest.raises(ValueError, match=r"group_size must be an integer in 1\.\.32, got 33"):
+        pw.Workspace(10, 1, kv_heads=1, topk=16, group_size=33, device="cpu")
