@@ -150,7 +150,7 @@ def test_unknown_names_list_the_known_ones(profile):
         pw.Config(windows=64)
     with pytest.raises(pw.ConfigError, match=rf"mine\.yaml: unknown key 'windows'; allowed: {known}"):
         pw.load_config(profile("windows: 64"), env={})
-    with pytest.raises(pw.ConfigError, match="^PAGEWEAVER_WINDOWS: unknown variable; allowed: .*PAGEWEAVER_WINDOW, "):
+    with pytest.raises(pw.ConfigError, match=r"^PAGEWEAVER_WINDOWS: unknown variable; allowed: .*PAGEWEAVER_WINDOW, "):
         pw.load_config(env={"PAGEWEAVER_WINDOWS": "64"})
 
 

@@ -69,12 +69,12 @@ def test_regroup(calls):
 
 
 def test_regroup_of_what_its_kernel_does_not_take(calls):
-    with pytest.raises(ValueError, match="^regroup: window must be 64 or 128 on CUDA, got 100"):
+    with pytest.raises(ValueError, match=r"^regroup: window must be 64 or 128 on CUDA, got 100"):
         pw.regroup(*PICKS, window=100)
     wide = torch.zeros(1, CASE.topk_idx.shape[1], 17, dtype=torch.int32)
-    with pytest.raises(ValueError, match="^regroup: topk_idx must be of k <= 16 on CUDA, got k=17"):
+    with pytest.raises(ValueError, match=r"^regroup: topk_idx must be of k <= 16 on CUDA, got k=17"):
         pw.regroup(wide, *PICKS[1:])
-    with pytest.raises(TypeError, match="^regroup: window"):
+    with pytest.raises(TypeError, match=r"^regroup: window"):
         pw.regroup(*PICKS, window=None)
     assert not calls
 
@@ -94,9 +94,9 @@ def test_prepare_unions_of_what_its_kernel_does_not_take(calls):
     with pytest.raises(ValueError, match=r"^prepare_unions: group_size must be an integer in 1\.\.8 on CUDA, got 9"):
         pw.prepare_unions(CASE.topk_idx, None, *LENGTHS, group_size=9)
     wide = torch.zeros(1, CASE.topk_idx.shape[1], 17, dtype=torch.int32)
-    with pytest.raises(ValueError, match="^prepare_unions: topk_idx must be of k <= 16 on CUDA, got k=17"):
+    with pytest.raises(ValueError, match=r"^prepare_unions: topk_idx must be of k <= 16 on CUDA, got k=17"):
         pw.prepare_unions(wide, None, *LENGTHS)
-    with pytest.raises(ValueError, match="^prepare_unions: perm"):
+    with pytest.raises(ValueError, match=r"^prepare_unions: perm"):
         pw.prepare_unions(CASE.topk_idx, torch.zeros(1, 3, dtype=torch.int32), *LENGTHS)
     assert not calls
 
@@ -120,15 +120,9 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     out = pw.sparse_prefill(*CASE.args(), config=config, workspace=workspace, k_scale=scale, v_scale=2.0)
     assert out.shape == CASE.q.shape
     assert (out == 1).all()
-    stages = (
-        ["prepare_unions", "union_attention"]
-        if regroup_options is None
-        else ["regroup"]
-        + [
-            "prepare_unions",
-            "union_attention",
-        ]
-    )
+    stages = ["regroup", "prepare_unions", "union_attention"]
+    if regroup_options is None:
+        del stages[0]
     assert [name for name, _, _ in calls] == stages
     perm = None
     if regroup_options is not None:
@@ -182,8 +176,8 @@ def test_no_tokens_launch_nothing(calls):
 def test_what_the_kernels_do_not_cover_is_refused_by_name(calls, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(api, "_on_cuda", lambda tensor: True)
-    with pytest.raises(pw.UnsupportedError, match="^sparse_prefill: q must be bfloat16, got float16"):
+    with pytest.raises(pw.UnsupportedError, match=r"^sparse_prefill: q must be bfloat16, got float16"):
         pw.sparse_prefill(CASE.q.half(), *CASE.args()[1:])
-    with pytest.raises(pw.UnsupportedError, match="^sparse_prefill: page_size must be 128, got 64"):
+    with pytest.raises(pw.UnsupportedError, match=r"^sparse_prefill: page_size must be 128, got 64"):
         pw.sparse_prefill(*CASE.args(), page_size=64)
     assert not calls

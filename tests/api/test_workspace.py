@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -50,7 +52,7 @@ def test_arrays_do_not_overlap():
     plan = workspace.plan(100, 2)
     tensors = [*(getattr(plan, name) for name in ARRAYS), workspace.perm(100), workspace.out(100)]
     spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert workspace.nbytes() == sum(t.numel() * t.element_size() for t in tensors)
 
 
