@@ -16,6 +16,7 @@ from .counts import ORDERS
 from .inputs import make_inputs
 from .protocol import Arm, Protocol, first_line, measure, sets_for_cold_cache
 
+DEVICE = "cuda"
 CACHES = ("cold", "warm")
 MODES = ("graph", "eager")
 Q_SCALES = {"random": 1.0, "q_x4": 4.0}
@@ -39,7 +40,7 @@ def unusable_gpu() -> str | None:
 
 def check_regroup_kernel(workload: pw.Workload, seed: int) -> dict[str, bool]:
     """Whether the regroup kernel gives the reference engine's order, bit by bit, per window."""
-    inputs = make_inputs(workload, "cuda", seed=seed)
+    inputs = make_inputs(workload, DEVICE, seed=seed)
     equal = {}
     for order, window in ORDERS.items():
         if window is not None:
@@ -60,14 +61,14 @@ def accuracy(
     results: dict[str, dict[str, float]] = {}
     unavailable: dict[str, str] = {}
     for kind, q_scale in Q_SCALES.items():
-        inputs = make_inputs(workload, "cuda", seed=seed, q_scale=q_scale)
+        inputs = make_inputs(workload, DEVICE, seed=seed, q_scale=q_scale)
         picked = sample_rows(len(inputs.q), rows, seed)
         exact = exact_rows(inputs.to("cpu"), picked)
         ready, missing = prepare_arms(arms, [inputs])
         unavailable |= missing
         for arm in ready:
             try:
-                output = arm.call(0)[picked.to("cuda")].cpu()
+                output = arm.call(0)[picked.to(DEVICE)].cpu()
                 results.setdefault(arm.name, {})[kind] = nrms(output, exact)
             except (RuntimeError, ValueError) as error:
                 unavailable[arm.name] = first_line(error)
@@ -90,10 +91,10 @@ def timings(
         ``sets``, ``kv_bytes``, ``l2_bytes``; ``notes`` (an arm's own remarks); and ``runs``: per cache state and mode
         every arm's :class:`Timing` as ``timings`` and the reasons of those that failed as ``failed``.
     """
-    first = make_inputs(workload, "cuda", seed=seed)
+    first = make_inputs(workload, DEVICE, seed=seed)
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     count = sets_for_cold_cache(first.kv_bytes, l2_bytes)
-    sets = [first, *(make_inputs(workload, "cuda", seed=seed + i) for i in range(1, count))]
+    sets = [first, *(make_inputs(workload, DEVICE, seed=seed + i) for i in range(1, count))]
     ready, _ = prepare_arms(arms, sets)
     runs = []
     for cache, mode in product(CACHES, MODES):

@@ -1,0 +1,132 @@
+"""The comparison of the arms with the reference engine in the kernels' place, so that it runs without a GPU."""
+
+import json
+import types
+
+import pytest
+import torch
+
+import pageweaver_sglang as pw
+from pageweaver_sglang.bench import arms, compare, protocol
+from pageweaver_sglang.cli import demo, main
+
+SMALL = {"cu_seqlens": [0, 90, 111], "prefix_lens": [300, 0], "seq_lens": [390, 21]}
+
+
+@pytest.fixture
+def workload_file(tmp_path):
+    generator = torch.Generator().manual_seed(5)
+    own_pages = torch.cat([(torch.arange(90) + 300) // 128, torch.arange(21) // 128])
+    picked = torch.rand(1, 111, 4, generator=generator).argsort(dim=2).to(torch.int32)
+    picked[picked > own_pages[:, None]] = -1
+    tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in SMALL.items()}
+    path = tmp_path / "small.npz"
+    pw.Workload(topk_idx=picked, page_size=128, **tensors).save(path)
+    return path
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Kernels by the reference engine, CUDA events by the host's clock, graphs by calls."""
+    from pageweaver_sglang.cuda import ops
+
+    def regroup(topk_idx, cu_seqlens, prefix_lens, perm, **options):
+        perm.copy_(pw.reference.regroup(topk_idx, cu_seqlens, prefix_lens, **options))
+
+    def prepare_unions(topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, plan, *, window, **where):
+        made = pw.reference.prepare_unions(
+            topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, window=window, group_size=plan.group_size
+        )
+        for name in ("pages", "masks", "counts", "queries", "limits"):
+            getattr(plan, name).copy_(getattr(made, name))
+
+    def union_attention(q, k_cache, v_cache, plan, out, *, sm_scale):
+        out.copy_(q)
+
+    for function in (regroup, prepare_unions, union_attention):
+        monkeypatch.setattr(ops, function.__name__, function)
+    monkeypatch.setattr(compare, "DEVICE", "cpu")
+    monkeypatch.setattr(compare, "unusable_gpu", lambda: None)
+    monkeypatch.setattr(arms, "build_kernels", lambda: 0.5)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    properties = types.SimpleNamespace(L2_cache_size=100_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(protocol, "CudaClock", protocol.HostClock)
+    monkeypatch.setattr(
+        protocol, "capture", lambda arm, sets: [lambda index=index: arm.call(index) for index in range(sets)]
+    )
+
+
+def test_whole_comparison(no_gpu, workload_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "MAX_NRMS", 10.0)  # the attention above is no attention
+    report_path = tmp_path / "report.json"
+    sizes = ["--rounds", "1", "--calls", "1", "--rows", "10", "--groups", "1"]
+    code = main(["demo", "--workload", str(workload_file), *sizes, "--json", str(report_path)])
+    shown = " ".join(capsys.readouterr().out.split())
+    report = json.loads(report_path.read_text())
+    assert report["failures"] == []
+    assert code == 0
+
+    assert list(report["unavailable"]) == ["native"]
+    assert "native not run: SGLang's Step 3" in shown
+    assert report["regroup_kernel_equal"] == {"w64": True, "w128": True}
+    # The public arms run the reference engine here: right up to the output's BF16.
+    for name in ("union8", "pageweaver-w64", "pageweaver-w128"):
+        assert report["accuracy"]["nrms"][name]["random"] < 3e-3
+        assert report["accuracy"]["nrms"][name]["q_x4"] < 3e-3
+    timed = ["union4", "union8", "pageweaver-w64", "pageweaver-w64-fixed", "pageweaver-w128", "pageweaver-w128-fixed"]
+    runs = report["timings"]["runs"]
+    assert [(run["cache"], run["mode"]) for run in runs] == [
+        ("cold", "graph"),
+        ("cold", "eager"),
+        ("warm", "graph"),
+        ("warm", "eager"),
+    ]
+    for run in runs:
+        assert list(run["timings"]) == timed
+        assert all(len(timing["rounds_ms"]) == 1 for timing in run["timings"].values())
+        assert run["failed"] == {}
+    assert runs[0]["sets"] > 1
+    assert runs[2]["sets"] == 1
+    assert len(report["savings"]) == 8
+    assert {name for run in report["stages"]["runs"] for name in run["timings"]} == {
+        arm.name for arm in arms.stage_arms()
+    }
+    assert set(report["arms"]) >= {"native", *timed}
+
+
+def test_a_bad_output_fails(no_gpu, workload_file, capsys):
+    sizes = ["--rounds", "1", "--calls", "1", "--rows", "10", "--groups", "1"]
+    assert main(["demo", "--workload", str(workload_file), *sizes]) == 1
+    assert "FAILED: union4: NRMS" in " ".join(capsys.readouterr().out.split())
+
+
+def test_kernels_that_cannot_be_built(no_gpu, workload_file, capsys, monkeypatch):
+    def fail():
+        raise arms.ArmUnavailable("PageWeaver's kernels can't be built or loaded (no nvcc)")
+
+    monkeypatch.setattr(arms, "build_kernels", fail)
+    assert main(["demo", "--workload", str(workload_file), "--groups", "2"]) == 0
+    assert "GPU part not run: PageWeaver's kernels can't be built" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("timed", [("regroup",), ("unions",), ("attention",), ("unions", "attention")])
+def test_staged_arm_calls_what_it_times(no_gpu, workload_file, monkeypatch, timed):
+    from pageweaver_sglang.bench.inputs import make_inputs
+    from pageweaver_sglang.cuda import ops
+
+    called = []
+    for stage, name in (("regroup", "regroup"), ("unions", "prepare_unions"), ("attention", "union_attention")):
+        inner = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, s=stage, f=inner, **k: (called.append(s), f(*a, **k))[1])
+    workload = pw.load_workload(workload_file)
+    arm = arms.StagedArm("x", "", timed, window=64)
+    arm.prepare([make_inputs(workload, "cpu", seed=seed) for seed in range(2)])
+    called.clear()
+    arm.call(1)
+    assert tuple(called) == timed
+    arm.release()
+
+
+def test_default_workload_is_packaged():
+    assert demo.DEFAULT_WORKLOAD in demo.workload_names()
