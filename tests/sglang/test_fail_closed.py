@@ -1,0 +1,64 @@
+"""A server that was asked for PageWeaver serves with it or stops; any other backend starts as without the plugin."""
+
+from __future__ import annotations
+
+import pytest
+
+PAGEWEAVER = {"backend": "MiniMaxHybridAttnBackend", "sparse": "PageWeaverSparseAttnBackend"}
+NATIVE = {"backend": "MiniMaxHybridAttnBackend", "sparse": "MiniMaxSparseAttnBackend"}
+
+
+@pytest.fixture(scope="module")
+def starts(run_program):
+    return run_program("fail_closed").result
+
+
+@pytest.fixture
+def whole(starts):
+    return starts["nothing"]
+
+
+def test_serves_where_nothing_is_broken(whole):
+    assert whole["pageweaver"] == PAGEWEAVER
+    assert whole["prefill"] == PAGEWEAVER
+
+
+def test_other_backends_run_sglangs_own_step3(whole):
+    assert whole["other"] == NATIVE
+    assert whole["step3 untouched"]
+
+
+def test_a_model_without_sparse_attention_is_refused(whole):
+    assert "LlamaForCausalLM" in whole["llama"]["error"]
+
+
+def test_a_process_without_the_plugin_stops(whole):
+    assert "Invalid attention backend: pageweaver" in whole["without plugin"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("step3 has a new parameter", ["unknown parameters sliding_window"]),
+        ("forward_extend changed", ["MiniMaxSparseAttnBackend.forward_extend"]),
+        ("wrapper changed", ["attn_backend_wrapper has the parameters (model_runner, dense)"]),
+        ("no hook applied", ["attn_backend_wrapper was not applied"]),
+        ("wrapper hook not applied", ["attn_backend_wrapper was not applied"]),
+        ("arguments hook not applied", ["was not applied"]),
+        ("pair hook not applied", ["attention_backends was not applied"]),
+    ],
+)
+def test_stops_where_sglang_is_not_as_expected(starts, broken, words):
+    result = starts[broken]
+    assert result["other"] == NATIVE
+    for asked in ("pageweaver", "prefill"):
+        error = result[asked]["error"]
+        assert [
+            word for word in [*words, "Found SGLang 0.5.", "supported: 0.5.17 to 0.5.23"] if word not in error
+        ] == []
+
+
+def test_a_renamed_step3_is_named(starts):
+    result = starts["step3 has another name"]
+    assert "flash_prefill_with_gqa_share_sparse is missing" in result["pageweaver"]["error"]
+    assert result["other"] == NATIVE

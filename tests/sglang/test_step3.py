@@ -1,0 +1,198 @@
+"""One Step 3 call: who serves it, what is counted and logged. Needs no SGLang: its function is a stand-in here."""
+
+from __future__ import annotations
+
+import logging
+import types
+
+import pytest
+import torch
+
+from pageweaver_sglang import reference
+from pageweaver_sglang.config import Config
+from pageweaver_sglang.plugin import compat, step3
+
+TOKENS, KV_HEADS, PREFIX = 6, 2, 200
+TENSORS = ("q", "k_cache", "v_cache", "topk_idx", "req_to_token", "slot_ids", "cu_seqlens", "seq_lens", "prefix_lens")
+
+
+def make_call(**changes) -> dict:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    call = {
+        "q": random(TOKENS, 16 * KV_HEADS, 128),
+        "k_cache": random(384, KV_HEADS, 128),
+        "v_cache": random(384, KV_HEADS, 128),
+        "sink": None,
+        "req_to_token": torch.arange(384, dtype=torch.int32)[None],
+        "slot_ids": torch.zeros(1, dtype=torch.int64),
+        "topk_idx": torch.tensor([[[0, 1, -1]] * TOKENS, [[1, -1, -1]] * TOKENS], dtype=torch.int32),
+        "block_size_q": 1,
+        "block_size_k": 128,
+        "cu_seqlens": torch.tensor([0, TOKENS], dtype=torch.int32),
+        "seq_lens": torch.tensor([PREFIX + TOKENS], dtype=torch.int32),
+        "prefix_lens": torch.tensor([PREFIX], dtype=torch.int32),
+        "max_seqlen_q": TOKENS,
+        "sm_scale": None,
+        "cu_seqblocks_q": None,
+        "max_seqblock_q": None,
+        "q_scale": None,
+        "k_scale": None,
+        "v_scale": None,
+        "loc_mapping": None,
+    }
+    return call | changes
+
+
+class Native:
+    """SGLang's function: the reference with a known error."""
+
+    def __init__(self, error: float = 0.0):
+        self.calls, self.error = 0, error
+
+    def __call__(self, **call):
+        self.calls += 1
+        arguments = [call[name] for name in TENSORS[:6]] + [call[name].to(torch.int32) for name in TENSORS[6:]]
+        out = reference.sparse_prefill(*arguments, sm_scale=call["sm_scale"], page_size=128)
+        return out * (1 + self.error)
+
+
+def make(**settings) -> step3.Step3:
+    return step3.Step3(Config(**settings), pool_page_size=128)
+
+
+def test_serves_as_the_reference_does():
+    native, served = Native(), make()
+    out = served(native, 3, make_call())
+    assert native.calls == 0
+    assert torch.equal(out, Native()(**make_call()))
+    assert served.stats.calls_by_arm == {"pageweaver": 1}
+    assert served.stats.calls_by_layer == {3: 1}
+
+
+@pytest.mark.parametrize("mode", ["pageweaver", "union8"])
+def test_counts_by_mode(mode):
+    served = make(mode=mode)
+    served(Native(), 1, make_call())
+    assert served.stats.calls_by_arm == {mode: 1}
+
+
+def test_mode_native_is_always_sglangs():
+    native, served = Native(), make(mode="native")
+    served(native, 1, make_call())
+    served(native, 1, make_call(sink=torch.zeros(32)))
+    assert native.calls == 2
+    assert served.stats.calls_by_arm == {"native": 2}
+    assert not served.stats.fallbacks_by_reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sink": torch.zeros(32, 128)}, "attention sink"),
+        ({"block_size_q": 16}, "block_size_q 16 (only 1: every query picks its own pages)"),
+        ({"loc_mapping": torch.zeros(384, dtype=torch.int64)}, "HiSparse slot remapping (loc_mapping)"),
+        ({"q_scale": 0.5}, "q_scale (FP8 queries)"),
+        ({"sliding_window": 64}, "unknown argument sliding_window"),
+    ],
+)
+def test_falls_back_per_call_and_logs_once(changes, reason, caplog):
+    native, served = Native(), make()
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        served(native, 1, make_call(**changes))
+    served(native, 1, make_call())
+    assert native.calls == 3
+    assert served.stats.fallbacks_by_reason == {reason: 3}
+    assert served.stats.calls_by_arm == {"native": 3, "pageweaver": 1}
+    assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_error_falls_back_loudly_once(monkeypatch, caplog):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(step3, "sparse_prefill", broken)
+    native, served = Native(), make()
+    out = [served(native, 1, make_call()) for _ in range(3)][-1]
+    assert torch.equal(out, Native()(**make_call()))
+    assert served.stats.fallbacks_by_reason == {"error: RuntimeError": 3}
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.levelno == logging.ERROR
+    assert "no such kernel" in caplog.text
+
+
+def test_an_unused_unknown_argument_is_no_reason():
+    served = make()
+    served(lambda **call: pytest.fail("fell back"), 1, make_call(sliding_window=None, q_scale=1.0))
+    assert served.stats.calls_by_arm == {"pageweaver": 1}
+
+
+def test_int64_lengths_are_converted():
+    lengths = {name: make_call()[name].to(torch.int64) for name in ("cu_seqlens", "seq_lens", "prefix_lens")}
+    served = make()
+    out = served(lambda **call: pytest.fail("fell back"), 1, make_call(**lengths))
+    assert torch.equal(out, Native()(**make_call()))
+
+
+def test_zero_tokens():
+    call = make_call()
+    empty = {
+        "q": call["q"][:0],
+        "topk_idx": call["topk_idx"][:, :0],
+        "cu_seqlens": torch.zeros(2, dtype=torch.int32),
+    }
+    out = make()(lambda **call: pytest.fail("fell back"), 1, make_call(**empty))
+    assert out.shape == (0, 32, 128)
+
+
+@pytest.mark.parametrize("scale", [0.02, None])
+def test_sm_scale_is_passed_on(scale):
+    out = make()(Native(), 1, make_call(sm_scale=scale))
+    assert torch.equal(out, Native()(**make_call(sm_scale=scale)))
+
+
+def test_verification(caplog):
+    caplog.set_level(logging.INFO)
+    native, served = Native(error=0.02), make(verify_every=2)
+    for layer in (1, 2, 1, 2):
+        served(native, layer, make_call())
+    assert native.calls == 2
+    verify = [record.getMessage() for record in caplog.records if "verify" in record.getMessage()]
+    assert len(verify) == 2
+    start = f"pageweaver verify: layer 2 call 2 tokens {TOKENS} requests 1 kv_heads {KV_HEADS} nrms "
+    assert verify[0].startswith(start)
+    assert served.stats.last_verification.nrms == pytest.approx(0.02 / 1.02, rel=0.05)
+    assert served.stats.last_verification.cosine == pytest.approx(1, abs=1e-4)
+    assert "pageweaver calls: {1: 2, 2: 2} fallbacks: {}" in caplog.text
+
+
+def test_compare_leaves_out_rows_that_sglang_has_not_finite():
+    expected = torch.ones(3, 2, 4)
+    out = expected.clone()
+    expected[1, 0, 0] = float("nan")
+    assert step3.compare(out, expected) == step3.Verification(0.0, 0.0, 1.0, 1)
+    out[0, 0, 0] = float("nan")
+    assert step3.compare(out, expected).nrms != step3.compare(out, expected).nrms
+    assert step3.compare(out[1:2], expected[1:2]).skipped_rows == 1
+
+
+def test_router_serves_only_while_told_to():
+    def flash_prefill_with_gqa_share_sparse(q, k_cache, v_cache, sink, **rest):
+        return "native"
+
+    module = types.SimpleNamespace(**{compat.STEP3_NAME: flash_prefill_with_gqa_share_sparse})
+    step3.route(module)
+    step3.route(module)
+    routed = getattr(module, compat.STEP3_NAME)
+    assert routed.__wrapped__ is flash_prefill_with_gqa_share_sparse
+    call = make_call()
+    assert routed(**call) == "native"
+    served = make()
+    with step3.serving(served, 5):
+        assert torch.equal(routed(**call), Native()(**call))
+    assert routed(**call) == "native"
+    assert served.stats.calls_by_layer == {5: 1}
