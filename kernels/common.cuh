@@ -18,93 +18,93 @@
 
 namespace pw {
 
-// ------------------------------------------------------------------------------------------------- Constants
+// ---------------------------------------------------------------- Constants
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kMaxTopk = 16;  // page ids of one query and KV head
 
-// ----------------------------------------------------------------------------------------------------- Types
+// ---------------------------------------------------------------- Types
 // A packed batch of prefill chunks, as SGLang passes it. Request r owns the token rows
 // [cu_seqlens[r], cu_seqlens[r + 1]); rows in [cu_seqlens[requests], tokens) are padding.
 struct Lengths {
-    const int32_t* cu_seqlens;   // [requests + 1]
-    const int32_t* prefix_lens;  // [requests] tokens that precede the chunk
-    const int32_t* seq_lens;     // [requests], or null: prefix length + chunk length
-    int requests;
-    int tokens;  // rows of the buffers, padding included
+  const int32_t* cu_seqlens;   // [requests + 1]
+  const int32_t* prefix_lens;  // [requests] tokens that precede the chunk
+  const int32_t* seq_lens;     // [requests], or null: prefix length + chunk length
+  int requests;
+  int tokens;  // rows of the buffers, padding included
 };
 
 // Where a unit of work (a window or a group) lies. `request == requests` means the padding rows, taken as one more
 // request; `request < 0` a spare unit: the grid is sized without reading the lengths.
 struct Location {
-    int request;
-    int begin;  // token rows of the request
-    int end;
-    int unit;  // number of the unit inside the request
+  int request;
+  int begin;  // token rows of the request
+  int end;
+  int unit;  // number of the unit inside the request
 };
 
-// ------------------------------------------------------------------------------------------------- Functions
+// ---------------------------------------------------------------- Functions
 __host__ __device__ constexpr int ceil_div(int a, int b) { return a > 0 ? (a - 1) / b + 1 : 0; }
 
 // First row of request r, kept inside the buffers whatever cu_seqlens holds.
 __device__ inline int first_row(const Lengths& lengths, int r) {
-    const int row = lengths.cu_seqlens[r];
-    return row < 0 ? 0 : (row < lengths.tokens ? row : lengths.tokens);
+  const int row = lengths.cu_seqlens[r];
+  return row < 0 ? 0 : (row < lengths.tokens ? row : lengths.tokens);
 }
 
 // Finds unit number `target` of the batch, where a request of `n` rows has `units_of(n)` units. Called by a whole
 // warp; 32 requests are looked at per round, and only the round that holds the target is scanned.
 template <class UnitsOf>
 __device__ inline Location locate(const Lengths& lengths, int target, UnitsOf units_of) {
-    const int lane = threadIdx.x % kWarpSize;
-    for (int base = 0; base <= lengths.requests; base += kWarpSize) {
-        const int r = base + lane;
-        int begin = 0, end = 0;
-        if (r <= lengths.requests) {
-            begin = first_row(lengths, r);
-            end = r < lengths.requests ? first_row(lengths, r + 1) : lengths.tokens;
-        }
-        const int units = end > begin ? units_of(end - begin) : 0;
-        const int total = __reduce_add_sync(kFullWarp, units);
-        if (target >= total) {
-            target -= total;
-            continue;
-        }
-        int inclusive = units;
-        for (int d = 1; d < kWarpSize; d *= 2) {
-            const int below = __shfl_up_sync(kFullWarp, inclusive, d);
-            if (lane >= d) inclusive += below;
-        }
-        const int source = __ffs(__ballot_sync(kFullWarp, target < inclusive)) - 1;
-        return {base + source, __shfl_sync(kFullWarp, begin, source), __shfl_sync(kFullWarp, end, source),
-                target - __shfl_sync(kFullWarp, inclusive - units, source)};
+  const int lane = threadIdx.x % kWarpSize;
+  for (int base = 0; base <= lengths.requests; base += kWarpSize) {
+    const int r = base + lane;
+    int begin = 0, end = 0;
+    if (r <= lengths.requests) {
+      begin = first_row(lengths, r);
+      end = r < lengths.requests ? first_row(lengths, r + 1) : lengths.tokens;
     }
-    return {-1, 0, 0, 0};
+    const int units = end > begin ? units_of(end - begin) : 0;
+    const int total = __reduce_add_sync(kFullWarp, units);
+    if (target >= total) {
+      target -= total;
+      continue;
+    }
+    int inclusive = units;
+    for (int d = 1; d < kWarpSize; d *= 2) {
+      const int below = __shfl_up_sync(kFullWarp, inclusive, d);
+      if (lane >= d) inclusive += below;
+    }
+    const int source = __ffs(__ballot_sync(kFullWarp, target < inclusive)) - 1;
+    return {base + source, __shfl_sync(kFullWarp, begin, source), __shfl_sync(kFullWarp, end, source),
+            target - __shfl_sync(kFullWarp, inclusive - units, source)};
+  }
+  return {-1, 0, 0, 0};
 }
 
 // Tokens of the request's whole sequence (prefix and chunk).
 __device__ inline int sequence_length(const Lengths& lengths, const Location& at) {
-    return lengths.seq_lens != nullptr ? lengths.seq_lens[at.request]
-                                       : lengths.prefix_lens[at.request] + (at.end - at.begin);
+  return lengths.seq_lens != nullptr ? lengths.seq_lens[at.request]
+                                     : lengths.prefix_lens[at.request] + (at.end - at.begin);
 }
 
 // True when top-k rows can be read as 16-byte vectors of four ids.
 inline bool rows_are_vectors(const int32_t* topk, int64_t head_stride, int64_t row_stride, int k) {
-    return k % 4 == 0 && reinterpret_cast<uintptr_t>(topk) % 16 == 0 && head_stride % 4 == 0 && row_stride % 4 == 0;
+  return k % 4 == 0 && reinterpret_cast<uintptr_t>(topk) % 16 == 0 && head_stride % 4 == 0 && row_stride % 4 == 0;
 }
 
 // Four ids of a top-k row from position `first` on; ids outside [0, pages) and positions past k become -1.
 __device__ inline void load_four_pages(const int32_t* row, int first, int k, bool vectors, int pages, int (&ids)[4]) {
-    if (vectors) {
-        const int4 four = first < k ? __ldg(reinterpret_cast<const int4*>(row + first)) : int4{-1, -1, -1, -1};
-        ids[0] = four.x, ids[1] = four.y, ids[2] = four.z, ids[3] = four.w;
-    } else {
+  if (vectors) {
+    const int4 four = first < k ? __ldg(reinterpret_cast<const int4*>(row + first)) : int4{-1, -1, -1, -1};
+    ids[0] = four.x, ids[1] = four.y, ids[2] = four.z, ids[3] = four.w;
+  } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ids[i] = first + i < k ? __ldg(row + first + i) : -1;
-    }
+    for (int i = 0; i < 4; ++i) ids[i] = first + i < k ? __ldg(row + first + i) : -1;
+  }
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (ids[i] < 0 || ids[i] >= pages) ids[i] = -1;
+  for (int i = 0; i < 4; ++i)
+    if (ids[i] < 0 || ids[i] >= pages) ids[i] = -1;
 }
 
 }  // namespace pw

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 HOST = Path(__file__).resolve().parent / "host"
 KERNELS = HOST.parents[2] / "kernels"
+HAS_GXX = shutil.which("g++") is not None
 UNWRITTEN = -77  # outputs start with it: every element of perm and of the plan must be written
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
@@ -168,10 +170,13 @@ def compile_with_removable_barriers(folder: Path, source: str, barrier: str) -> 
     return compile_library(folder, kernels=folder), len(parts)
 
 
-def sanitizer_runtime() -> Path:
-    """The AddressSanitizer runtime of g++, which has to be loaded before Python."""
+def sanitizer_runtime() -> Path | None:
+    """The AddressSanitizer runtime of g++, which has to be loaded before Python; None when there is none."""
+    if not HAS_GXX:
+        return None
     found = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    return Path(found.stdout.strip()).resolve()
+    library = Path(found.stdout.strip()).resolve()
+    return library if library.is_file() else None
 
 
 def run_sanitized(library: Path, cases: list[tuple]):

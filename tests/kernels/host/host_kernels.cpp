@@ -1,4 +1,5 @@
-// The regroup and union-preparation kernels as a plain shared library on the CPU; called by tests/kernels/host_kernels.py.
+// The regroup and union-preparation kernels as a plain shared library on the CPU; called by
+// tests/kernels/host_kernels.py.
 #include "regroup.cuh"
 #include "union_prep.cuh"
 
@@ -11,9 +12,9 @@ EXPORT const char* host_message() { return shim::message.c_str(); }
 EXPORT int host_regroup(const int32_t* topk, int64_t head_stride, int64_t row_stride, int kv_heads, int k,
                         const pw::Lengths* lengths, int window, int group_size, int page_size, int capacity, int guard,
                         int32_t* perm) {
-    shim::message.clear();
-    return pw::launch_regroup(topk, head_stride, row_stride, kv_heads, k, *lengths, window, group_size, page_size,
-                              capacity, guard != 0, perm, nullptr);
+  shim::message.clear();
+  return pw::launch_regroup(topk, head_stride, row_stride, kv_heads, k, *lengths, window, group_size, page_size,
+                            capacity, guard != 0, perm, nullptr);
 }
 
 EXPORT int host_union_prep(const int32_t* topk, int64_t head_stride, int64_t row_stride, int kv_heads, int k,
@@ -21,8 +22,8 @@ EXPORT int host_union_prep(const int32_t* topk, int64_t head_stride, int64_t row
                            int64_t req_stride, const void* slot_ids, int slot_ids_are_int64, int num_pool_pages,
                            int window, int group_size, int page_size, const pw::PlanPtrs* plan, int groups,
                            int max_union) {
-    shim::message.clear();
-    return pw::launch_union_prep(topk, head_stride, row_stride, kv_heads, k, perm, *lengths, req_to_token, req_stride,
-                                 slot_ids, slot_ids_are_int64 != 0, num_pool_pages, window, group_size, page_size, *plan,
-                                 groups, max_union, nullptr);
+  shim::message.clear();
+  return pw::launch_union_prep(topk, head_stride, row_stride, kv_heads, k, perm, *lengths, req_to_token, req_stride,
+                               slot_ids, slot_ids_are_int64 != 0, num_pool_pages, window, group_size, page_size, *plan,
+                               groups, max_union, nullptr);
 }
