@@ -1,11 +1,16 @@
 # Sourced by the other scripts: sets $python to a Python 3.10 or newer ($PYTHON when that is given), and defines make_venv.
+# A script that needs particular versions sets python_versions first, "3.11 3.12" say.
 
 python=
 for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10 python3.13}; do
-  if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then python=$candidate; break; fi
+  if "$candidate" - "${python_versions:-}" >/dev/null 2>&1 <<'PY'; then python=$candidate; break; fi
+import sys
+wanted = sys.argv[1].split()
+sys.exit(sys.version_info < (3, 10) or (wanted != [] and "%d.%d" % sys.version_info[:2] not in wanted))
+PY
 done
 if [ -z "$python" ]; then
-  echo "Python 3.10 or newer is needed${PYTHON:+, and PYTHON=$PYTHON is not one}; PYTHON=/path/to/python picks one" >&2
+  echo "Python ${python_versions:-3.10 or newer} is needed${PYTHON:+, and PYTHON=$PYTHON is none}; PYTHON=/path/to/python picks one" >&2
   exit 1
 fi
 

@@ -4,11 +4,12 @@
 # 1. all tests without a GPU, with SGLang 0.5.23;
 # 2. the SGLang tests again with SGLang 0.5.17;
 # 3. where there is a CUDA device: the GPU tests, in the environment that demo.sh uses.
-# VENV=DIR picks the test environment's folder (default .venv-test); PYTHON=/path/to/python picks the Python.
+# VENV=DIR picks the test environment's folder (default .venv-test); PYTHON=/path/to/python picks the Python, 3.11 or 3.12.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${VENV:-.venv-test}
+python_versions="3.11 3.12" # for which the pinned packages of the SGLang tests have wheels
 # shellcheck source=scripts/python.sh
 . scripts/python.sh
 

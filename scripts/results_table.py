@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Print a report of `pageweaver demo --json` as Markdown tables.
+
+results_table.py FILE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def timing_table(runs: list[dict[str, Any]], first: str, scale: float, digits: int, more: dict[str, list[str]]) -> str:
+    """Arms by runs: median (smallest-largest); ``more`` has further columns by title, one cell per arm."""
+    names = list(dict.fromkeys(name for run in runs for name in run["timings"]))
+
+    def cell(timing: dict[str, Any] | None) -> str:
+        if timing is None:
+            return "-"
+        median, low, high = (f"{timing[key] * scale:.{digits}f}" for key in ("median_ms", "min_ms", "max_ms"))
+        return f"{median} ({low}-{high})"
+
+    header = [first, *(f"{run['cache']}, {run['mode']}" for run in runs), *more]
+    rows = [[f"`{name}`", *(cell(run["timings"].get(name)) for run in runs)] for name in names]
+    for column in more.values():
+        for row, text in zip(rows, column, strict=True):
+            row.append(text)
+    return table(header, rows)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The whole report; counts only when there was no GPU part."""
+    environment, workload = report["environment"], report["workload"]
+    gpu = next(iter(environment["gpus"]), None)
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    where = f"{gpu['name']}, driver {gpu['driver_version']}" if gpu else "no GPU"
+    parts = [
+        f"`{workload['name']}`: {workload['tokens']:,} queries, context {max(workload['seq_lens']):,}. {where}. "
+        f"{versions}. Commit {environment['commit']}, {environment['date']}, `{environment['command']}`.",
+        table(
+            ["order", "group", "visits", "rounds", "reuse"],
+            [
+                [c["order"], str(c["group_size"]), f"{c['visits']:,}", f"{c['rounds']:,}", f"{c['reuse']:.2f}"]
+                for c in report["counts"]["orders"]
+            ],
+        ),
+    ]
+    if "timings" not in report:
+        return "\n\n".join([*parts, f"GPU part not run: {report['gpu_part']}"])
+    runs, errors = report["timings"]["runs"], report["accuracy"]["nrms"]
+    names = list(dict.fromkeys(name for run in runs for name in run["timings"]))
+    more = {
+        "error": [f"{errors[name]['random']:.2%}" for name in names],
+        "error, Q x 4": [f"{errors[name]['q_x4']:.2%}" for name in names],
+    }
+    protocol = report["protocol"]
+    parts += [
+        f"Milliseconds per call, median (smallest-largest) of {protocol['rounds']} rounds x {protocol['calls']} calls:",
+        timing_table(runs, "arm", 1.0, 3, more),
+        "Kernels alone, microseconds:",
+        timing_table(report["stages"]["runs"], "kernel", 1e3, 1, {}),
+    ]
+    parts += [f"`{name}` not run: {reason}" for name, reason in report["unavailable"].items()]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    print(markdown(json.loads(Path(sys.argv[1]).read_text())))
+
+
+if __name__ == "__main__":
+    main()
