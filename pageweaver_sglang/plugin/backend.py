@@ -12,9 +12,8 @@ from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttn
 
 import pageweaver_sglang
 from pageweaver_sglang.config import Config, load_config
-from pageweaver_sglang.cuda.support import COMPUTE_CAPABILITY
 
-from . import NAME, compat
+from . import NAME, compat, kernels
 from .options import PAGE_SIZE, BackendError, check_model
 from .step3 import Step3, route, serving
 
@@ -67,43 +66,21 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
                 f"Set --page-size {PAGE_SIZE}."
             )
     device = torch.device(getattr(runner, "device", None) or sparse.req_to_token.device)
-    kernels = _prepare_kernels(config, device)
+    kernels_state = kernels.prepare(config, device)
     route(importlib.import_module(compat.STEP3_MODULE))
     if sparse.use_msa:
         logger.warning("pageweaver: SGLang serves Step 3 with MSA on this GPU, so PageWeaver will not act")
-    logger.info("%s", status_line(config, dense_backend, sparse.kv_pool.page_size, kernels))
+    logger.info("%s", status_line(config, dense_backend, sparse.kv_pool.page_size, kernels_state))
     return MiniMaxHybridAttnBackend(dense_backend, sparse, sparse.sparse_layer_ids)
 
 
-def status_line(config: Config, dense_backend: Any, page_size: int, kernels: str) -> str:
+def status_line(config: Config, dense_backend: Any, page_size: int, kernels_state: str) -> str:
     """One line that says what this process serves with."""
     version = compat.sglang_version()
     first, last = compat.SUPPORTED
     untested = "" if compat.tested_version(version) else f" (untested; tested are {first} to {last})"
     return (
-        f"pageweaver STATUS: mode {config.mode}, window {config.window}, guard {config.guard}, kernels {kernels}, "
-        f"dense layers {type(dense_backend).__name__}, page size {page_size}, verify every {config.verify_every}, "
+        f"pageweaver STATUS: mode {config.mode}, window {config.window}, guard {config.guard}, "
+        f"kernels {kernels_state}, dense layers {type(dense_backend).__name__}, page size {page_size}, verify every {config.verify_every}, "
         f"pageweaver {pageweaver_sglang.__version__}, sglang {version}{untested}, torch {torch.__version__}"
     )
-
-
-def _prepare_kernels(config: Config, device: torch.device) -> str:
-    """Compile and load the kernels where they will run, so that no request waits for it; returns words for the log."""
-    if config.mode == "native":
-        return "not used"
-    if device.type != "cuda":
-        return f"none (reference engine on {device.type})"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != COMPUTE_CAPABILITY:
-        return "none (compute capability {}.{}: every call goes to SGLang's Step 3)".format(*capability)
-    from pageweaver_sglang.cuda import loader
-
-    was_built = loader.is_built()
-    try:
-        loader.load()
-    except loader.KernelBuildError as error:
-        raise BackendError(
-            f"--attention-backend {NAME}: the kernels cannot be built: {error}. Put nvcc 12.8 or newer on PATH (or its "
-            "path into PAGEWEAVER_NVCC), or set PAGEWEAVER_MODE=native to serve with SGLang's own Step 3."
-        ) from error
-    return "loaded" if was_built else "built and loaded"

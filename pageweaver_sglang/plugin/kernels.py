@@ -1,0 +1,39 @@
+"""Getting the CUDA kernels ready while the server starts."""
+
+from __future__ import annotations
+
+import torch
+
+from pageweaver_sglang.config import Config
+from pageweaver_sglang.cuda import loader
+from pageweaver_sglang.cuda.support import COMPUTE_CAPABILITY
+
+from . import NAME
+from .options import BackendError
+
+
+def prepare(config: Config, device: torch.device) -> str:
+    """Compile and load the kernels where they will run, so that no request waits for it.
+
+    Returns:
+        Words for the STATUS line.
+
+    Raises:
+        BackendError: the kernels are needed and cannot be built; the message says how to go on.
+    """
+    if config.mode == "native":
+        return "not used"
+    if device.type != "cuda":
+        return f"none (reference engine on {device.type})"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != COMPUTE_CAPABILITY:
+        return "none (compute capability {}.{}: every call goes to SGLang's Step 3)".format(*capability)
+    was_built = loader.is_built()
+    try:
+        loader.load()
+    except loader.KernelBuildError as error:
+        raise BackendError(
+            f"--attention-backend {NAME}: {error}\n"
+            "To serve with SGLang's own Step 3 meanwhile, set PAGEWEAVER_MODE=native."
+        ) from error
+    return "loaded" if was_built else "built and loaded"
