@@ -10,7 +10,8 @@ sys.exit(sys.version_info < (3, 10) or (wanted != [] and "%d.%d" % sys.version_i
 PY
 done
 if [ -z "$python" ]; then
-  echo "Python ${python_versions:-3.10 or newer} is needed${PYTHON:+, and PYTHON=$PYTHON is none}; PYTHON=/path/to/python picks one" >&2
+  wanted=${python_versions:-3.10 or newer}
+  echo "Python ${wanted// 3/ or 3} is needed${PYTHON:+, and PYTHON=$PYTHON is none}; PYTHON=/path/to/python picks one" >&2
   exit 1
 fi
 

@@ -25,7 +25,7 @@ echo "== tests without a GPU, SGLang 0.5.23"
 "$venv/bin/python" -m pytest -m "not gpu" "$@"
 
 echo "== SGLang tests, SGLang 0.5.17"
-PYTHONPATH=$PWD/$venv/sglang-0.5.17 "$venv/bin/python" -m pytest -m "not gpu" tests/sglang "$@"
+PYTHONPATH=$(cd "$venv" && pwd)/sglang-0.5.17 "$venv/bin/python" -m pytest -m "sglang and not gpu" "$@"
 
 if [ -n "$(nvidia-smi -L 2>/dev/null)" ]; then
   echo "== GPU tests"

@@ -1,13 +1,17 @@
 """The comparison of the arms with the reference engine in the kernels' place, so that it runs without a GPU."""
 
+import ast
+import importlib.util
 import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench import arms, compare, protocol
+from pageweaver_sglang.bench.inputs import make_inputs
 from pageweaver_sglang.cli import demo, main
 
 SMALL = {"cu_seqlens": [0, 90, 111], "prefix_lens": [300, 0], "seq_lens": [390, 21]}
@@ -112,7 +116,6 @@ def test_kernels_that_cannot_be_built(no_gpu, workload_file, capsys, monkeypatch
 
 @pytest.mark.parametrize("timed", [("regroup",), ("unions",), ("attention",), ("unions", "attention")])
 def test_staged_arm_calls_what_it_times(no_gpu, workload_file, monkeypatch, timed):
-    from pageweaver_sglang.bench.inputs import make_inputs
     from pageweaver_sglang.cuda import ops
 
     called = []
@@ -126,6 +129,28 @@ def test_staged_arm_calls_what_it_times(no_gpu, workload_file, monkeypatch, time
     arm.call(1)
     assert tuple(called) == timed
     arm.release()
+
+
+@pytest.mark.sglang
+def test_native_arm_calls_sglang_by_its_parameters(workload_file):
+    """Without importing SGLang, which doesn't like every machine: against the text of the installed version."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None:
+        pytest.skip("SGLang is not installed")
+    module = Path(spec.origin).parent / "kernels/ops/attention/minimax_sparse/prefill/topk_sparse.py"
+    functions = {
+        node.name: node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.FunctionDef)
+    }
+    assert "_gqa_share_sparse_fwd_kernel" in functions
+    parameters = functions["flash_prefill_with_gqa_share_sparse"].args
+    names = [parameter.arg for parameter in parameters.args]
+    required = names[: len(names) - len(parameters.defaults)]
+
+    arm = arms.NativeArm()
+    arm._sets, arm._function = [make_inputs(pw.load_workload(workload_file), "cpu")], lambda **given: given
+    given = arm.call(0)
+    assert set(required) <= set(given) <= set(names)
+    assert (given["block_size_q"], given["block_size_k"], given["max_seqlen_q"]) == (1, 128, 90)
 
 
 def test_default_workload_is_packaged():
