@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Native = Callable[..., torch.Tensor]
 
+_KNOWN_ARGUMENTS = compat.STEP3_PARAMETERS | compat.STEP3_OPTIONAL_PARAMETERS
+
 
 @dataclass
 class Stats:
@@ -115,6 +117,7 @@ class Step3:
             logger.info("pageweaver: serving Step 3 (first call: layer %d, %d tokens)", layer_id, call["q"].shape[0])
         stats.calls_by_arm[self.config.mode] += 1
         stats.calls_by_layer[layer_id] += 1
+        logger.debug("pageweaver: layer %d call %d tokens %d", layer_id, stats.calls, out.shape[0])
         if self.config.verify_every and stats.calls % self.config.verify_every == 0 and not _capturing(out):
             self._verify(out, native, layer_id, call)
         return out
@@ -122,9 +125,7 @@ class Step3:
     def _unsupported(self, call: dict[str, Any]) -> str | None:
         """Why PageWeaver does not serve this call, or None. Reads shapes, dtypes and None-ness only."""
         if unknown := sorted(
-            name
-            for name, value in call.items()
-            if value is not None and name not in compat.STEP3_PARAMETERS | compat.STEP3_OPTIONAL_PARAMETERS
+            name for name, value in call.items() if value is not None and name not in _KNOWN_ARGUMENTS
         ):
             return f"unknown argument {', '.join(unknown)}"
         if call["block_size_q"] != 1:
