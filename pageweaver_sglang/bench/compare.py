@@ -88,14 +88,15 @@ def timings(
     """Time ``arms`` with cold and warm caches, as CUDA Graphs and eager.
 
     Returns:
-        ``sets``, ``kv_bytes``, ``l2_bytes``; ``notes`` (an arm's own remarks); and ``runs``: per cache state and mode
-        every arm's :class:`Timing` as ``timings`` and the reasons of those that failed as ``failed``.
+        ``sets``, ``kv_bytes``, ``l2_bytes``; ``notes`` (an arm's own remarks); ``unavailable`` (reasons by arm); and
+        ``runs``: per cache state and mode every arm's :class:`Timing` as ``timings`` and the reasons of those that
+        failed as ``failed``.
     """
     first = make_inputs(workload, DEVICE, seed=seed)
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     count = sets_for_cold_cache(first.kv_bytes, l2_bytes)
     sets = [first, *(make_inputs(workload, DEVICE, seed=seed + i) for i in range(1, count))]
-    ready, _ = prepare_arms(arms, sets)
+    ready, missing = prepare_arms(arms, sets)
     runs = []
     for cache, mode in product(CACHES, MODES):
         used = len(sets) if cache == "cold" else 1
@@ -104,7 +105,8 @@ def timings(
     notes = {arm.name: {"tuned": arm.tuned} for arm in ready if isinstance(arm, NativeArm)}
     for arm in ready:
         arm.release()
-    return {"sets": count, "kv_bytes": first.kv_bytes, "l2_bytes": l2_bytes, "notes": notes, "runs": runs}
+    sizes = {"sets": count, "kv_bytes": first.kv_bytes, "l2_bytes": l2_bytes}
+    return {**sizes, "notes": notes, "unavailable": missing, "runs": runs}
 
 
 def savings(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -227,6 +227,7 @@ def compare_part(
 
         whole = compare.timings(workload, ready, protocol, seed=arguments.seed, on_round=on_round)
         parts = compare.timings(workload, stages, protocol, seed=arguments.seed, on_round=on_round)
+    unavailable |= whole.pop("unavailable") | parts.pop("unavailable")
     saved = compare.savings(whole["runs"])
 
     console.print(arms_table(whole, accuracy, protocol))

@@ -139,6 +139,17 @@ def test_ended_by_a_signal(arguments, tmp_path, number):
     assert not [pid for pid in map(int, pids.read_text().split()) if alive(pid)]
 
 
+def test_plugin_is_found_from_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_check.importlib.metadata, "entry_points", lambda **_: ())
+    variables = serve_check.plugin_variables(tmp_path / "metadata")
+    code = """
+import importlib.metadata
+(point,) = [p for p in importlib.metadata.entry_points(group="sglang.srt.plugins") if p.name == "pageweaver"][:1]
+assert callable(point.load())
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, cwd=tmp_path, check=True)
+
+
 def test_unknown_mode():
     with pytest.raises(SystemExit):
         serve_check.parse_options(["--modes", "fast"])
