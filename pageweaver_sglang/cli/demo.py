@@ -18,6 +18,8 @@ from pageweaver_sglang.bench.counts import OrderCount, count_orders, differences
 from pageweaver_sglang.bench.protocol import ArmUnavailable, Protocol, Timing
 from pageweaver_sglang.bench.workloads import WorkloadNotFound, expected_counts, find_workload, workload_names
 
+from .output import make_console
+
 HELP = """show what PageWeaver does on one recorded workload; on a Hopper GPU, measure it
 Without a GPU: counts page visits in the original and the regrouped orders, checks them, and checks that attention
 over the unions equals attention over each query's own pages. With an H100 or H200: also times every arm against
@@ -66,7 +68,7 @@ _positive.__name__ = "positive integer"  # what argparse calls it in its message
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo, print it, and return the exit code."""
-    console, errors = Console(), Console(stderr=True)
+    console, errors = make_console(), Console(stderr=True)
     try:
         path = find_workload(arguments.workload)
         workload = pw.load_workload(path)

@@ -19,6 +19,8 @@ from pageweaver_sglang.bench import environment
 from pageweaver_sglang.bench.protocol import first_line
 from pageweaver_sglang.config import ENV_PREFIX, Config, ConfigError, load_config
 
+from .output import make_console
+
 HELP = """say what a server started with --attention-backend pageweaver would do here, and why not
 Exit code 0: it would run PageWeaver. 1: it would refuse to start, or run SGLang's own kernels instead."""
 
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(diagnosis.as_dict(), indent=2))
     else:
-        show(diagnosis, Console())
+        show(diagnosis, make_console())
     return 1 if diagnosis.problems else 0
 
 
