@@ -1,0 +1,15 @@
+"""Where the commands print."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+LOG_WIDTH = 140
+"""Columns of output that goes to a file or a pipe, so that no table is squeezed."""
+
+
+def make_console() -> Console:
+    """A console on standard output, as wide as the terminal, or :data:`LOG_WIDTH` where there is none."""
+    return Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
