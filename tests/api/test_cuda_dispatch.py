@@ -145,6 +145,7 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     assert target is out
     # A scale in host memory becomes a number; sm_scale has its default.
     assert options == {"sm_scale": 128**-0.5, "k_scale": 0.5, "v_scale": 2.0}
+    assert type(options["k_scale"]) is float
     if with_workspace:
         tokens, requests = len(CASE.q), 2
         assert plan.pages.data_ptr() == workspace.plan(tokens, requests).pages.data_ptr()
@@ -164,6 +165,8 @@ def test_the_output_of_a_strided_q_is_contiguous(calls):
     case = make_case("strided")
     assert not case.q.is_contiguous()
     assert pw.sparse_prefill(*case.args()).is_contiguous()
+    heads_first = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert pw.sparse_prefill(heads_first, *case.args()[1:]).is_contiguous()
 
 
 def test_no_tokens_launch_nothing(calls):

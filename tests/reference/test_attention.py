@@ -82,6 +82,8 @@ def test_result_has_the_type_of_q_and_is_rounded_once(dtype):
     exact = pw.sparse_prefill(*in_double(case).args())
     assert out.dtype == dtype
     assert out.is_contiguous()
+    heads_first = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert pw.sparse_prefill(heads_first, *case.args()[1:]).is_contiguous()
     assert torch.equal(out, exact.to(dtype))
 
 
@@ -178,11 +180,12 @@ def test_no_tokens():
     assert torch.equal(pw.sparse_prefill(*padded.args()), torch.zeros(5, 16, 128, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("bad", [-1, 1 << 20])
+@pytest.mark.parametrize("bad", [-1, 1 << 20, None])
 def test_a_cache_slot_that_does_not_exist_is_refused(bad):
     case = make_case("tail", seed=12)
     table = case.req_to_token.clone()
-    table[int(case.slot_ids[0]), int(case.seq_lens[0]) - 1] = bad
+    # None: the first slot past the pool's end.
+    table[int(case.slot_ids[0]), int(case.seq_lens[0]) - 1] = case.k_cache.shape[0] if bad is None else bad
     with pytest.raises(ValueError, match=r"sparse_prefill: req_to_token must be in 0\.\.\d+ .* got .* on page \d+"):
         pw.sparse_prefill(*dataclasses.replace(case, req_to_token=table).args())
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.plan import UnionPlan, group_bound
+from pageweaver_sglang.reference.layout import positions, support_sets
 
 from .strategies import picks
 
@@ -144,6 +145,25 @@ def test_an_order_that_crosses_windows_but_not_requests_is_taken():
     plan = plan_of(args, perm, page_size=1, window=8, group_size=4)
     queries = plan.queries[plan.queries >= 0]
     assert queries.tolist() == perm[0].tolist()
+
+
+def test_what_an_order_says_of_padding_rows_is_not_looked_at():
+    topk_idx, _, prefix_lens = one_request([[i % 3] for i in range(20)])
+    args = (topk_idx, torch.tensor([0, 11], dtype=torch.int32), prefix_lens)
+    perm = torch.arange(20, dtype=torch.int32)[None]
+    expected = plan_of(args, perm, page_size=1)
+    garbage = perm.clone()
+    garbage[:, 11:] = 1 << 30
+    got = plan_of(args, garbage, page_size=1)
+    for name in ("pages", "masks", "counts", "queries", "limits"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+def test_layout():
+    picked = torch.tensor([[[5, -7, 3, 5, 4, -1], [9, 0, 0, 0, 2, 1]]], dtype=torch.int32)
+    supports = support_sets(picked, torch.tensor([5, 2])).sort(dim=2).values
+    assert supports.tolist() == [[[-1, -1, -1, -1, 3, 4], [-1, -1, -1, -1, 0, 1]]]
+    assert positions([0, 2, 2, 5], 7, torch.tensor([10, 4, 0])).tolist() == [10, 11, 0, 1, 2, -1, -1]
 
 
 @given(case=picks(), guard=st.sampled_from(["none", "window"]))
