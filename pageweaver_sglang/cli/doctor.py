@@ -96,14 +96,14 @@ def diagnose() -> Diagnosis:
     """Look at everything; never raises because something is missing."""
     diagnosis = Diagnosis()
     diagnosis.add("PageWeaver", f"{__version__} in {Path(__file__).resolve().parents[1]}")
-    mode = _look_at_settings(diagnosis)
+    config = _look_at_settings(diagnosis)
     _look_at_gpu(diagnosis)
-    _look_at_kernels(diagnosis, needed=mode != "native")
-    _look_at_sglang(diagnosis)
+    _look_at_kernels(diagnosis, needed=config is None or config.mode != "native")
+    _look_at_sglang(diagnosis, config)
     return diagnosis
 
 
-def _look_at_settings(diagnosis: Diagnosis) -> str | None:
+def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
     try:
         config = load_config()
         diagnosis.settings = settings_with_sources(config)
@@ -113,7 +113,7 @@ def _look_at_settings(diagnosis: Diagnosis) -> str | None:
     profile = os.environ.get("PAGEWEAVER_CONFIG")
     native = "The setting mode=native asks for SGLang's own Step 3." if config.mode == "native" else None
     diagnosis.add("settings", f"valid; profile {profile or 'none'}, mode {config.mode}", native)
-    return config.mode
+    return config
 
 
 def settings_with_sources(config: Config) -> list[tuple[str, Any, str]]:
@@ -199,7 +199,7 @@ def entry_point_visible() -> bool:
     return any(point.name == "pageweaver" for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
 
 
-def _look_at_sglang(diagnosis: Diagnosis) -> None:
+def _look_at_sglang(diagnosis: Diagnosis, config: Config | None) -> None:
     if entry_point_visible():
         allowed = os.environ.get("SGLANG_PLUGINS")
         excluded = bool(allowed) and "pageweaver" not in [name.strip() for name in allowed.split(",")]
@@ -220,7 +220,7 @@ def _look_at_sglang(diagnosis: Diagnosis) -> None:
         diagnosis.add("SGLang", "not installed", "SGLang is not installed in this Python environment.")
         return
     try:
-        from pageweaver_sglang.plugin import compat
+        from pageweaver_sglang.plugin import compat, options
 
         problems = compat.verify_seams()
         version = compat.sglang_version()
@@ -232,6 +232,12 @@ def _look_at_sglang(diagnosis: Diagnosis) -> None:
     refuse = f"The server would refuse to start: {compat.refusal(problems)}" if problems else None
     diagnosis.add("SGLang", version + note, refuse)
     diagnosis.add("seams", "changed" if problems else "all in place")
+    if config is not None and config.dense_backend is not None:
+        try:
+            options.dense_backends("pageweaver", None, None, config.dense_backend)
+        except (options.BackendError, ImportError, AttributeError) as error:
+            refuse = f"The server would refuse to start: {error}"
+            diagnosis.add("dense backend", config.dense_backend, refuse)
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:

@@ -152,6 +152,15 @@ def test_wrong_setting(machine, monkeypatch, capsys):
     assert "64 or 128" in shown
 
 
+@pytest.mark.parametrize(("backend", "known"), [("fa3", True), ("fa33", False), ("pageweaver", False)])
+def test_dense_backend(machine, monkeypatch, backend, known):
+    monkeypatch.setattr(machine, "resolve", lambda target: ["fa3", "triton", "pageweaver"])
+    monkeypatch.setenv("PAGEWEAVER_DENSE_BACKEND", backend)
+    found = problems()
+    assert (found == []) == known
+    assert known or backend in found[0]
+
+
 def test_where_settings_come_from(machine, monkeypatch):
     monkeypatch.setenv("PAGEWEAVER_CONFIG", "paper")
     monkeypatch.setenv("PAGEWEAVER_WINDOW", "64")
