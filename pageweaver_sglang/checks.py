@@ -7,6 +7,7 @@ contents only for CPU tensors, because reading a CUDA tensor would synchronise a
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 GUARDS = ("none", "window")
 MAX_GROUP_SIZE = 32
+MAX_INT32 = 2**31 - 1
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CACHE_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 _INT32 = (torch.int32,)
@@ -75,9 +77,12 @@ def _tensor(
 
 
 def _integer(function: str, name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Check an integer; without ``high`` it has to fit the kernels' int32."""
     expected = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
     if isinstance(value, bool) or not isinstance(value, int):
         _fail(TypeError, function, name, expected, describe(value))
+    if high is None and value > MAX_INT32:
+        _fail(ValueError, function, name, f"an integer in {low}..{MAX_INT32}", str(value))
     if value < low or (high is not None and value > high):
         _fail(ValueError, function, name, expected, str(value))
 
@@ -124,6 +129,12 @@ def _lengths(
     for name, value in per_request.items():
         if requests and int(value.min()) < 0:
             _fail(ValueError, function, name, ">= 0 everywhere", str(int(value.min())))
+    for request, (prefix, (start, end)) in enumerate(
+        zip(per_request["prefix_lens"].tolist(), pairwise(bounds), strict=True)
+    ):
+        if prefix + end - start > MAX_INT32:
+            expected = f"at most {MAX_INT32} with the chunk's tokens added"
+            _fail(ValueError, function, "prefix_lens", expected, f"{prefix} + {end - start} at request {request}")
 
 
 def _grouping(function: str, window: Any, group_size: Any, page_size: Any) -> None:
@@ -270,7 +281,11 @@ def check_sparse_prefill(
 
 
 def _scale(function: str, name: str, value: Any, device: torch.device) -> None:
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+    if value is None:
+        return
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not abs(value) <= sys.float_info.max:
+            _fail(ValueError, function, name, "finite", f"{type(value).__name__} {str(value)[:20]}")
         return
     tensor_allowed = name != "sm_scale"
     expected = "None, a float or a float32 tensor of one element" if tensor_allowed else "None or a float"

@@ -44,7 +44,7 @@ def positions(bounds: list[int], tokens: int, prefix_lens: torch.Tensor) -> torc
 
 def page_counts(bounds: list[int], tokens: int, seq_lens: torch.Tensor, page_size: int) -> torch.Tensor:
     """Return how many pages every query's request has, int64 ``[tokens]``; 0 in rows behind the last request."""
-    return per_token(bounds, tokens, (seq_lens + page_size - 1) // page_size, 0)
+    return per_token(bounds, tokens, (seq_lens.to(torch.int64) + page_size - 1) // page_size, 0)
 
 
 def support_sets(topk_idx: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

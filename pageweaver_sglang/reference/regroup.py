@@ -38,7 +38,7 @@ def regroup(
     )
     kv_heads, tokens, k = topk_idx.shape
     bounds = cu_seqlens.tolist()
-    seq_lens = prefix_lens + cu_seqlens.diff()
+    seq_lens = prefix_lens.to(torch.int64) + cu_seqlens.diff()
     supports = support_sets(topk_idx, page_counts(bounds, tokens, seq_lens, page_size))
     perm = torch.arange(tokens, dtype=torch.int32, device=topk_idx.device).repeat(kv_heads, 1)
 

@@ -60,6 +60,7 @@ PREFIX_LENS = [
     (CASE.prefix_lens.long(), TypeError, r"int32 \[requests=3\], got int64 \[3\]"),
     (integers(300, 7), ValueError, r"int32 \[requests=3\], got int32 \[2\]"),
     (integers(300, -1, 0), ValueError, ">= 0 everywhere, got -1"),
+    (integers(2**31 - 5, 0, 0), ValueError, r"at most 2147483647 .*, got 2147483643 \+ 5 at request 0"),
 ]
 SEQ_LENS = [
     (None, TypeError, r"int32 \[requests=3\], got NoneType"),
@@ -68,19 +69,30 @@ SEQ_LENS = [
     (integers(305, -2, 9), ValueError, ">= 0 everywhere, got -2"),
 ]
 GROUPING = {
-    "window": [(0, ValueError, "an integer >= 1, got 0"), (64.0, TypeError, "an integer >= 1, got float 64.0")],
+    "window": [
+        (0, ValueError, "an integer >= 1, got 0"),
+        (64.0, TypeError, "an integer >= 1, got float 64.0"),
+        (2**31, ValueError, r"an integer in 1\.\.2147483647, got 2147483648"),
+    ],
     "group_size": [
         (0, ValueError, r"an integer in 1\.\.32, got 0"),
         (33, ValueError, r"an integer in 1\.\.32, got 33"),
         (True, TypeError, "got bool True"),
     ],
-    "page_size": [(0, ValueError, "an integer >= 1, got 0"), ("128", TypeError, "got str '128'")],
+    "page_size": [
+        (0, ValueError, "an integer >= 1, got 0"),
+        ("128", TypeError, "got str '128'"),
+        (10**30, ValueError, r"an integer in 1\.\.2147483647, got 10000"),
+    ],
 }
 SCALE = [
     ("1", TypeError, "None, a float or a float32 tensor of one element, got str '1'"),
     (torch.ones(2), ValueError, r"got float32 \[2\]"),
     (torch.ones(1, dtype=torch.float64), TypeError, r"got float64 \[1\]"),
     (True, TypeError, "got bool True"),
+    (float("nan"), ValueError, "finite, got float nan"),
+    (float("-inf"), ValueError, "finite, got float -inf"),
+    (10**400, ValueError, "finite, got int 1000"),
 ]
 BAD = {
     "regroup": {
@@ -153,7 +165,11 @@ BAD = {
             (integers(305, 100_000, 9), ValueError, r"at most positions=\d+ of req_to_token, got 100000"),
         ],
         "prefix_lens": PREFIX_LENS,
-        "sm_scale": [("1", TypeError, "None or a float, got str"), (torch.ones(1), TypeError, "got float32")],
+        "sm_scale": [
+            ("1", TypeError, "None or a float, got str"),
+            (torch.ones(1), TypeError, "got float32"),
+            SCALE[-1],
+        ],
         "k_scale": SCALE,
         "v_scale": SCALE,
         "page_size": GROUPING["page_size"],

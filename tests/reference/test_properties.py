@@ -283,3 +283,14 @@ def test_group_bound_values():
     assert group_bound(100, 3, 64, 32) == (100 + 31 * 4) // 32
     assert group_bound(100, 3, 10, 8) == (10 + 3 + 1) * 2
     assert group_bound(0, 0, 128, 8) == 0
+
+
+def test_lengths_near_the_largest_int32():
+    """Page counts of sequences of almost 2**31 tokens do not wrap around."""
+    longest = 2**31 - 1
+    lengths = [torch.tensor(values, dtype=torch.int32) for values in ([0, 3], [longest], [longest - 3])]
+    topk_idx = torch.tensor([[[0, 2**24 - 1, 2**24], [5, 6, -1], [0, 2**24 - 1, 7]]], dtype=torch.int32)
+    plan = pw.prepare_unions(topk_idx, None, *lengths)
+    assert plan.pages[0, 0, :5].tolist() == [0, 5, 6, 7, 2**24 - 1]
+    assert plan.limits[0, 0, :3].tolist() == [longest - 3, longest - 2, longest - 1]
+    assert pw.regroup(topk_idx, lengths[0], lengths[2]).tolist() == [[0, 2, 1]]
