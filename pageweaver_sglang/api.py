@@ -231,7 +231,10 @@ def sparse_prefill(
 
     from .cuda import ops, support
 
-    reason = support.unsupported_reason(q, k_cache, v_cache, topk_idx, page_size=page_size)
+    checks.check_sparse_prefill_kernel(req_to_token, slot_ids, out)
+    reason = support.unsupported_reason(
+        q, k_cache, v_cache, topk_idx, page_size=page_size, sm_scale=sm_scale, k_scale=k_scale
+    )
     if reason is not None:
         raise checks.UnsupportedError(f"sparse_prefill: {reason}")
     if out is None:

@@ -274,10 +274,21 @@ def check_sparse_prefill(
         _workspace(function, workspace, q, topk_idx, requests, config)
     if device.type == "cpu" and requests:
         _tables(function, req_to_token, slot_ids, seq_lens)
-    if device.type == "cuda":
-        for name, value in (("req_to_token", req_to_token), ("slot_ids", slot_ids)):
-            if value.stride(-1) != 1:
-                _fail(ValueError, function, name, "contiguous along its last dimension", f"stride {value.stride(-1)}")
+
+
+def check_sparse_prefill_kernel(req_to_token: torch.Tensor, slot_ids: torch.Tensor, out: torch.Tensor | None) -> None:
+    """Check what only the CUDA kernels of ``sparse_prefill`` demand of valid arguments. Raises ValueError."""
+    function = "sparse_prefill"
+    positions = req_to_token.shape[1]
+    row, step = req_to_token.stride()
+    if step != 1 and positions > 1:
+        _fail(ValueError, function, "req_to_token", "contiguous along its last dimension", f"stride {step}")
+    if row < positions:  # the kernel takes the stride for the row's length
+        _fail(ValueError, function, "req_to_token", f"of rows at least {positions} elements apart", f"stride {row}")
+    if not slot_ids.is_contiguous():
+        _fail(ValueError, function, "slot_ids", "contiguous", f"stride {slot_ids.stride(0)}")
+    if out is not None and out.data_ptr() % 16:
+        _fail(ValueError, function, "out", "at an address that is a multiple of 16", hex(out.data_ptr()))
 
 
 def _scale(function: str, name: str, value: Any, device: torch.device) -> None:

@@ -11,6 +11,8 @@ PAGE_SIZE = 128
 GQA_RATIO = 16
 MAX_TOPK = 16
 COMPUTE_CAPABILITY = (9, 0)
+# Of the scores and of the keys: with smaller ones (zero, negative) the masks of hidden keys would lose their force.
+MIN_SCALE = 1e-6
 # Bytes: what a bulk copy or a 128-bit load needs of addresses and strides.
 _ALIGNMENT = 16
 
@@ -26,6 +28,8 @@ def unsupported_reason(
     sink: Any = None,
     loc_mapping: Any = None,
     q_scale: Any = None,
+    sm_scale: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
 ) -> str | None:
     """Say why the kernels do not cover a call of ``sparse_prefill``, or None when they do.
 
@@ -39,6 +43,8 @@ def unsupported_reason(
         sink: attention sinks of the call, if any.
         loc_mapping: remapped cache locations of the call, if any.
         q_scale: scale of the queries, if any.
+        sm_scale: scale of the scores, None for the default.
+        k_scale: scale of the keys, None for 1. One in device memory is not read, and taken for a positive number.
 
     Returns:
         A reason that begins with the argument's name, such as ``q must be bfloat16, got float16``.
@@ -69,6 +75,15 @@ def unsupported_reason(
     slots = k_cache.shape[0]
     if slots % PAGE_SIZE:
         return f"k_cache must have a multiple of {PAGE_SIZE} slots, got {slots}"
+    if slots == 0:
+        return "k_cache must have at least one page"
+    # Keys that a query must not see get a large negative score before the scales are applied.
+    scale = HEAD_DIM**-0.5 if sm_scale is None else float(sm_scale)
+    if not scale >= MIN_SCALE:
+        return f"sm_scale must be at least {MIN_SCALE}, got {scale}"
+    on_device = isinstance(k_scale, torch.Tensor) and k_scale.is_cuda
+    if k_scale is not None and not on_device and not float(k_scale) >= MIN_SCALE:
+        return f"k_scale must be at least {MIN_SCALE}, got {float(k_scale)}"
     k = topk_idx.shape[2]
     if not 1 <= k <= MAX_TOPK:
         return f"topk_idx must have 1 to {MAX_TOPK} pages per query, got {k}"

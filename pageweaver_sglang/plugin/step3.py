@@ -147,6 +147,8 @@ class Step3:
             call["topk_idx"],
             page_size=call["block_size_k"],
             pool_page_size=self.pool_page_size,
+            sm_scale=call.get("sm_scale"),
+            k_scale=call.get("k_scale"),
         )
 
     def _weave(self, call: dict[str, Any]) -> torch.Tensor:

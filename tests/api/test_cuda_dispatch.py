@@ -6,6 +6,7 @@ kernels themselves have tests of their own, on a GPU.
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -167,6 +168,46 @@ def test_the_output_of_a_strided_q_is_contiguous(calls):
     assert pw.sparse_prefill(*case.args()).is_contiguous()
     heads_first = case.q.transpose(0, 1).contiguous().transpose(0, 1)
     assert pw.sparse_prefill(heads_first, *case.args()[1:]).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        # Every row the same memory; the kernel would take the stride, 0, for the row's length.
+        ("req_to_token", CASE.req_to_token[:1].expand(9, -1), r"of rows at least \d+ elements apart, got stride 0"),
+        ("req_to_token", CASE.req_to_token[:1].reshape(-1, 1).T, r"of rows at least \d+ elements apart, got stride 1"),
+        (
+            "req_to_token",
+            CASE.req_to_token.repeat(2, 1).T.contiguous().T,
+            r"contiguous along its last dimension, got stride \d+",
+        ),
+        ("slot_ids", torch.zeros(4, dtype=torch.int64)[::2], "contiguous, got stride 2"),
+        # Results are written 16 bytes at a time.
+        ("out", torch.zeros(CASE.q.numel() + 1, dtype=torch.bfloat16)[1:].view_as(CASE.q), "a multiple of 16, got 0x"),
+    ],
+)
+def test_memory_layouts_that_the_kernels_do_not_take(calls, name, value, message):
+    arguments = dict(zip(inspect.signature(pw.sparse_prefill).parameters, CASE.args(), strict=False))
+    arguments["slot_ids"] = torch.zeros_like(CASE.slot_ids)  # whose row is there in any table
+    with pytest.raises(ValueError, match=rf"^sparse_prefill: {name} must be .*{message}"):
+        pw.sparse_prefill(**arguments | {name: value})
+    assert not calls
+
+
+def test_the_stride_of_a_single_slot_id_does_not_matter(calls):
+    case = make_case("tail")
+    slot_ids = case.slot_ids.repeat(2)[::2]
+    assert slot_ids.stride() == (2,)
+    pw.sparse_prefill(*case.args()[:5], slot_ids, *case.args()[6:])
+    assert calls
+
+
+@pytest.mark.parametrize("scale", ["sm_scale", "k_scale"])
+def test_scales_that_would_unmask_hidden_keys_are_refused(calls, monkeypatch, scale):
+    monkeypatch.undo()
+    monkeypatch.setattr(api, "_on_cuda", lambda tensor: True)
+    with pytest.raises(pw.UnsupportedError, match=rf"^sparse_prefill: {scale} must be at least 1e-06, got 0\.0"):
+        pw.sparse_prefill(*CASE.args(), **{scale: 0.0})
 
 
 def test_no_tokens_launch_nothing(calls):

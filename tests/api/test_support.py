@@ -38,6 +38,7 @@ ON_A_GPU = "q must be on a CUDA device, got cpu"
     [
         {},
         {"pool_page_size": 128},
+        {"sm_scale": 0.05, "k_scale": torch.tensor(0.5)},
         {"pool_page_size": 256},
         {"topk_idx": torch.zeros(KV_HEADS, TOKENS, 1, dtype=torch.int32)},
         # A view of the fused projection of a server, and of a fused cache.
@@ -82,6 +83,14 @@ def test_covered_calls(changes):
             {"k_cache": cache(200, KV_HEADS, 128), "v_cache": cache(200, KV_HEADS, 128)},
             "k_cache must have a multiple of 128 slots, got 200",
         ),
+        (
+            {"k_cache": cache(0, KV_HEADS, 128), "v_cache": cache(0, KV_HEADS, 128)},
+            "k_cache must have at least one page",
+        ),
+        ({"sm_scale": 0.0}, "sm_scale must be at least 1e-06, got 0.0"),
+        ({"sm_scale": -0.1}, "sm_scale must be at least 1e-06, got -0.1"),
+        ({"k_scale": 0.0}, "k_scale must be at least 1e-06, got 0.0"),
+        ({"k_scale": torch.tensor([-2.0])}, "k_scale must be at least 1e-06, got -2.0"),
         ({"page_size": 64}, "page_size must be 128, got 64"),
         ({"pool_page_size": 64}, "pool_page_size must be a multiple of 128, got 64"),
         ({"pool_page_size": 1}, "pool_page_size must be a multiple of 128, got 1"),
