@@ -98,7 +98,9 @@ class Step3:
             return native(**call)
         if call["q"].shape[0] == 0:  # an idle data-parallel rank; SGLang's own launch would be empty as well
             stats.calls_by_arm[self.config.mode] += 1
-            return call["q"].new_empty(0, call["q"].shape[1], call["v_cache"].shape[-1])
+            q, v_cache = call["q"], call["v_cache"]
+            dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype  # as SGLang's function has it
+            return q.new_empty(0, q.shape[1], v_cache.shape[-1], dtype=dtype)
         reason = self._unsupported(call)
         if reason is None:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import types
 
@@ -56,7 +57,8 @@ class Native:
     def __call__(self, **call):
         self.calls += 1
         arguments = [call[name] for name in TENSORS[:6]] + [call[name].to(torch.int32) for name in TENSORS[6:]]
-        out = reference.sparse_prefill(*arguments, sm_scale=call["sm_scale"], page_size=128)
+        scales = {name: call[name] for name in ("sm_scale", "k_scale", "v_scale")}
+        out = reference.sparse_prefill(*arguments, **scales, page_size=128)
         return out * (1 + self.error)
 
 
@@ -138,21 +140,57 @@ def test_int64_lengths_are_converted():
     assert torch.equal(out, Native()(**make_call()))
 
 
-def test_zero_tokens():
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float8_e4m3fn, torch.bfloat16)],
+)
+def test_zero_tokens(dtype, out_dtype):
     call = make_call()
     empty = {
-        "q": call["q"][:0],
+        "q": call["q"][:0].to(dtype),
         "topk_idx": call["topk_idx"][:, :0],
         "cu_seqlens": torch.zeros(2, dtype=torch.int32),
     }
     out = make()(lambda **call: pytest.fail("fell back"), 1, make_call(**empty))
     assert out.shape == (0, 32, 128)
+    assert out.dtype == out_dtype
 
 
 @pytest.mark.parametrize("scale", [0.02, None])
-def test_sm_scale_is_passed_on(scale):
-    out = make()(Native(), 1, make_call(sm_scale=scale))
-    assert torch.equal(out, Native()(**make_call(sm_scale=scale)))
+@pytest.mark.parametrize("name", ["sm_scale", "k_scale", "v_scale"])
+def test_scales_are_passed_on(name, scale):
+    native = Native()
+    out = make()(native, 1, make_call(**{name: scale}))
+    assert native.calls == 0
+    assert torch.equal(out, Native()(**make_call(**{name: scale})))
+    assert torch.equal(out, Native()(**make_call())) == (scale is None)
+
+
+def test_what_the_kernels_are_asked_about(monkeypatch):
+    """On a GPU a call that the kernels do not cover is SGLang's; they are asked with this pool's page size."""
+    asked = []
+
+    def unsupported_reason(*tensors, **options):
+        asked.append((tensors, options))
+        return "k_cache is not to its liking"
+
+    monkeypatch.setattr("pageweaver_sglang.cuda.support.unsupported_reason", unsupported_reason)
+    monkeypatch.setattr(torch.Tensor, "device", types.SimpleNamespace(type="cuda"))
+    served = step3.Step3(Config(), pool_page_size=64)
+    call = make_call(sm_scale=0.1, k_scale=0.2)
+    assert served(lambda **call: "native", 1, call) == "native"
+    ((tensors, options),) = asked
+    assert all(a is call[name] for a, name in zip(tensors, ("q", "k_cache", "v_cache", "topk_idx"), strict=True))
+    assert options == {"page_size": 128, "pool_page_size": 64, "sm_scale": 0.1, "k_scale": 0.2}
+    assert served.stats.fallbacks_by_reason == {"k_cache is not to its liking": 1}
+
+
+def test_the_settings_reach_sparse_prefill(monkeypatch):
+    seen = []
+    monkeypatch.setattr(step3, "sparse_prefill", lambda *args, **options: seen.append(options) or args[0])
+    served = make(window=64, guard="none")
+    served(Native(), 1, make_call())
+    assert seen[0]["config"] is served.config
 
 
 def test_verification(caplog):
@@ -181,9 +219,12 @@ def test_compare_leaves_out_rows_that_sglang_has_not_finite():
 
 
 def test_router_serves_only_while_told_to():
-    def flash_prefill_with_gqa_share_sparse(q, k_cache, v_cache, sink, **rest):
+    def flash_prefill_with_gqa_share_sparse(*args, **kwargs):
         return "native"
 
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, named) for name in make_call()]
+    flash_prefill_with_gqa_share_sparse.__signature__ = inspect.Signature(parameters)
     module = types.SimpleNamespace(**{compat.STEP3_NAME: flash_prefill_with_gqa_share_sparse})
     step3.route(module)
     step3.route(module)
@@ -194,5 +235,7 @@ def test_router_serves_only_while_told_to():
     served = make()
     with step3.serving(served, 5):
         assert torch.equal(routed(**call), Native()(**call))
+        assert torch.equal(routed(*call.values()), Native()(**call))
     assert routed(**call) == "native"
-    assert served.stats.calls_by_layer == {5: 1}
+    assert routed(*call.values()) == "native"
+    assert served.stats.calls_by_layer == {5: 2}
