@@ -88,7 +88,10 @@ def load_config(path_or_profile: str | os.PathLike[str] | None = None, env: Mapp
 def _profile_path(chosen: str | os.PathLike[str]) -> Path:
     text = os.fspath(chosen)
     if os.sep in text or text.endswith((".yaml", ".yml")):
-        return Path(text).expanduser()
+        try:
+            return Path(text).expanduser()
+        except RuntimeError as error:  # a user who does not exist
+            raise ConfigError(f"{text}: cannot be read: {error}") from error
     path = configs_dir() / f"{text}.yaml"
     if not path.is_file():
         names = ", ".join(sorted(entry.stem for entry in configs_dir().glob("*.yaml")))
@@ -101,7 +104,7 @@ def _read_profile(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # also wrong UTF-8, and YAML nested without end
         raise ConfigError(f"{path}: not a YAML file: {error}") from error
     if content is None:
         return {}
@@ -122,7 +125,7 @@ def _env_values(env: Mapping[str, str]) -> dict[str, Any]:
         if env[variable]:
             try:
                 values[allowed[variable]] = yaml.safe_load(env[variable])
-            except yaml.YAMLError:
+            except (ValueError, RecursionError, yaml.YAMLError):
                 values[allowed[variable]] = env[variable]
     return values
 

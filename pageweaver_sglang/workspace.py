@@ -26,7 +26,8 @@ class Workspace:
         device: where the buffers lie.
 
     Raises:
-        ValueError: a size is below 1, or ``group_size`` above 32.
+        TypeError: a size is no integer, or ``dtype`` no dtype.
+        ValueError: a size is below 1, ``group_size`` above 32, or there is no such kind of device.
     """
 
     def __init__(
@@ -54,10 +55,19 @@ class Workspace:
             "head_dim": head_dim,
         }
         for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int):
+                got = f"{type(size).__name__} {size!r}"
+                raise TypeError(f"Workspace: {name} must be an integer >= 1, got {got}")
             if size < 1:
                 raise ValueError(f"Workspace: {name} must be an integer >= 1, got {size}")
         if group_size > 32:
             raise ValueError(f"Workspace: group_size must be an integer in 1..32, got {group_size}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"Workspace: dtype must be a torch.dtype, got {type(dtype).__name__} {dtype!r}")
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"Workspace: device must be a torch.device or its name, got {device!r}") from error
         self.max_tokens = max_tokens
         self.max_requests = max_requests
         self.kv_heads = kv_heads

@@ -118,8 +118,17 @@ def _require_nvcc() -> Path:
 
 # --------------------------------------------------------------------------------------------------------- Cache
 def cache_dir() -> Path:
-    """Folder of the built libraries: ``PAGEWEAVER_CACHE_DIR`` or ``~/.cache/pageweaver``."""
-    return Path(os.environ.get("PAGEWEAVER_CACHE_DIR") or "~/.cache/pageweaver").expanduser()
+    """Folder of the built libraries: ``PAGEWEAVER_CACHE_DIR`` or ``~/.cache/pageweaver``.
+
+    Raises KernelBuildError when that leads to a home directory which does not exist.
+    """
+    chosen = os.environ.get("PAGEWEAVER_CACHE_DIR") or "~/.cache/pageweaver"
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:  # no home directory, or a user who does not exist
+        raise KernelBuildError(
+            f"cannot use the kernel cache {chosen}: {error} Set PAGEWEAVER_CACHE_DIR to a writable folder."
+        ) from error
 
 
 def _source_key() -> str:
@@ -147,7 +156,10 @@ def library_path() -> Path | None:
         with contextlib.suppress(KernelBuildError):
             library = _build_folder(nvcc) / LIBRARY
             return library if library.is_file() else None
-    others = cache_dir().glob(f"{_source_key()}-{ARCHITECTURE}-nvcc*/{LIBRARY}")
+    try:
+        others = cache_dir().glob(f"{_source_key()}-{ARCHITECTURE}-nvcc*/{LIBRARY}")
+    except KernelBuildError:  # no such folder can be; a build says so
+        return None
     return max(others, key=lambda path: path.stat().st_mtime, default=None)
 
 

@@ -137,6 +137,8 @@ def test_bad_value_in_a_profile(profile, key, value, allowed):
         ("PAGEWEAVER_CAPACITY", "1e3", r"allowed: an integer in 1\.\.512"),
         ("PAGEWEAVER_VERIFY_EVERY", "true", "got True; allowed: an integer >= 0"),
         ("PAGEWEAVER_GUARD", "{", "got '{'; allowed: none or window"),
+        ("PAGEWEAVER_GUARD", "[" * 5000, r"got '\[\["),
+        ("PAGEWEAVER_CAPACITY", "1" + "0" * 5000, "got '1000"),
     ],
 )
 def test_bad_variable(variable, value, message):
@@ -176,6 +178,14 @@ def test_profiles_that_cannot_be_read(profile, tmp_path):
     with pytest.raises(pw.ConfigError, match="must be a mapping"):
         pw.load_config(profile("1: 2"), env={})
     assert pw.load_config(profile("# nothing\n"), env={}) == pw.Config()
+    with pytest.raises(pw.ConfigError, match=r"^~no-such-user/x\.yaml: cannot be read"):
+        pw.load_config("~no-such-user/x.yaml", env={})
+    with pytest.raises(pw.ConfigError, match="not a YAML file"):
+        pw.load_config(profile("[" * 5000), env={})
+    with pytest.raises(pw.ConfigError, match="not a YAML file"):
+        pw.load_config(profile("window: 1" + "0" * 5000), env={})
+    with pytest.raises(pw.ConfigError, match="not a YAML file: embedded null byte"):
+        pw.load_config("a\0.yaml", env={})
 
 
 def test_a_profile_cannot_run_code(profile):

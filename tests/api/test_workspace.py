@@ -86,6 +86,22 @@ def test_sizes_are_checked(name):
         pw.Workspace(**sizes, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "message"),
+    [
+        ("max_tokens", 1.5, TypeError, "an integer >= 1, got float 1.5"),
+        ("kv_heads", True, TypeError, "an integer >= 1, got bool True"),
+        ("max_requests", None, TypeError, "an integer >= 1, got NoneType None"),
+        ("dtype", "bfloat16", TypeError, "a torch.dtype, got str 'bfloat16'"),
+        ("device", "gpu", ValueError, "a torch.device or its name, got 'gpu'"),
+    ],
+)
+def test_arguments_are_checked(name, value, kind, message):
+    arguments = {"max_tokens": 10, "max_requests": 1, "kv_heads": 1, "topk": 16, "device": "cpu"} | {name: value}
+    with pytest.raises(kind, match=f"^Workspace: {name} must be {message}"):
+        pw.Workspace(**arguments)
+
+
 def test_groups_are_at_most_32():
     with pytest.raises(ValueError, match=r"group_size must be an integer in 1\.\.32, got 33"):
         pw.Workspace(10, 1, kv_heads=1, topk=16, group_size=33, device="cpu")

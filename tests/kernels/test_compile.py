@@ -279,6 +279,13 @@ def test_cache_that_cannot_be_written(toolkit, monkeypatch, tmp_path):
         loader.build()
 
 
+def test_cache_in_a_home_that_is_not_there(toolkit, monkeypatch):
+    monkeypatch.setenv("PAGEWEAVER_CACHE_DIR", "~no-such-user/kernels")
+    assert not loader.is_built()
+    with pytest.raises(loader.KernelBuildError, match=r"kernel cache ~no-such-user/kernels: .*PAGEWEAVER_CACHE_DIR"):
+        loader.build(verbose=False)
+
+
 def test_order_of_places(tmp_path, monkeypatch):
     """PAGEWEAVER_NVCC, then CUDA_HOME, then PATH."""
     places = {name: tmp_path / name / "bin" for name in ("chosen", "home", "path")}
