@@ -51,7 +51,7 @@ def exact_rows(inputs: Step3Inputs, rows: torch.Tensor) -> torch.Tensor:
         inputs.req_to_token,
         inputs.slot_ids[request],
         torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-        position + 1,
+        torch.minimum(position + 1, inputs.seq_lens[request]),
         position,
         page_size=inputs.page_size,
     )

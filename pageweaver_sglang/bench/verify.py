@@ -32,7 +32,8 @@ def verify_orders(workload: pw.Workload, inputs: Step3Inputs, *, groups: int, se
     generator = torch.Generator().manual_seed(seed)
     for order in ORDERS:
         plan = plan_of(workload, order, 8)
-        filled = (plan.queries[0] >= 0).any(dim=1).nonzero().flatten()
+        first = plan.queries[0, :, 0]
+        filled = ((first >= 0) & (first < workload.cu_seqlens[-1])).nonzero().flatten()  # of requests, not of padding
         sample = filled[torch.randperm(len(filled), generator=generator)[:groups]].tolist()
         rows, walked = union_walk(inputs, plan, sample)
         exact = exact_rows(inputs, rows)[:, : walked.shape[1]]

@@ -24,7 +24,7 @@ HELP = """show what PageWeaver does on one recorded workload; on a Hopper GPU, m
 Without a GPU: counts page visits in the original and the regrouped orders, checks them, and checks that attention
 over the unions equals attention over each query's own pages. With an H100 or H200: also times every arm against
 SGLang's own kernel.
-Exit code 0: every check passed. 1: a check failed. 2: the workload can't be read."""
+Exit code 0: every check passed. 1: a check failed. 2: the workload can't be read, or FILE not written."""
 
 DEFAULT_WORKLOAD = "ctx64k_a"
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``pageweaver demo``."""
     known = ", ".join(workload_names())
     parser.add_argument("--workload", default=DEFAULT_WORKLOAD, help=f"{known}, or an .npz file (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of random Q, K, V and of samples (default: %(default)s)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of random Q, K, V and of samples (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     parser.add_argument(
         "--groups", type=_positive, default=32, help="groups of 8 queries to verify per order (default: %(default)s)"
@@ -63,6 +63,14 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise ValueError(text)
+    return value
+
+
+_seed.__name__ = "integer in 0..2**63-1"
 _positive.__name__ = "positive integer"  # what argparse calls it in its message
 
 
@@ -72,6 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         path = find_workload(arguments.workload)
         workload = pw.load_workload(path)
+        if 0 in workload.topk_idx.shape or int(workload.cu_seqlens[-1]) == 0:
+            raise ValueError(f"{path}: holds no query that picks pages")
+        if arguments.json:  # before the work whose result would have nowhere to go
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.open("a").close()
     except (WorkloadNotFound, ValueError, OSError) as error:
         errors.print(f"pageweaver demo: {error}", style="red", markup=False, highlight=False)
         return 2
@@ -91,7 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
     for failure in failures:
         console.print(f"FAILED: {failure}", style="bold red", markup=False)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         console.print(f"Everything measured: {arguments.json}", highlight=False)
     return 1 if failures else 0

@@ -51,6 +51,36 @@ def test_file_without_recorded_counts(capsys, tmp_path):
     assert "No recorded counts" in shown
 
 
+def save_workload(path, *, chunk, seq_len, tokens=20):
+    lengths = {"cu_seqlens": [0, chunk], "prefix_lens": [300], "seq_lens": [seq_len]}
+    tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in lengths.items()}
+    topk_idx = torch.tensor([0, 1, 2, -1], dtype=torch.int32).expand(1, tokens, 4).contiguous()
+    pw.Workload(topk_idx=topk_idx, page_size=128, **tensors).save(path)
+
+
+@pytest.mark.parametrize(("chunk", "seq_len"), [(20, 320), (13, 313), (20, 310), (20, 100)])
+def test_padding_rows_and_short_sequences(capsys, tmp_path, chunk, seq_len):
+    path = tmp_path / "mine.npz"
+    save_workload(path, chunk=chunk, seq_len=seq_len)
+    code, shown = run(capsys, "--workload", str(path))
+    assert code == 0
+    assert shown.count("attention over unions equals attention over their own pages") == 3
+
+
+def test_a_file_without_queries(capsys, tmp_path):
+    for tokens in (0, 20):
+        save_workload(tmp_path / "none.npz", chunk=0, seq_len=300, tokens=tokens)
+        code, shown = run(capsys, "--workload", str(tmp_path / "none.npz"))
+        assert code == 2
+        assert "holds no query that picks pages" in shown
+
+
+def test_a_report_that_cannot_be_written(capsys, tmp_path):
+    code, shown = run(capsys, "--workload", "ctx8k", "--json", str(tmp_path))
+    assert code == 2
+    assert "Is a directory" in shown
+
+
 def test_wrong_counts_fail(capsys, monkeypatch):
     monkeypatch.setattr(demo, "expected_counts", lambda name: {"visits-w64-8": 1})
     code, shown = run(capsys, "--workload", "ctx8k")
@@ -85,7 +115,7 @@ def test_bad_file(capsys, tmp_path, content):
     assert "Traceback" not in shown
 
 
-@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--rounds", "x"], ["--device", "tpu"]])
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--rounds", "x"], ["--device", "tpu"], ["--seed", "-1"]])
 def test_bad_arguments(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
         main(["demo", *arguments])
