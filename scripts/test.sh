@@ -21,6 +21,9 @@ if [ "$(cat "$venv/.pageweaver-setup" 2>/dev/null)" != "$stamp" ]; then
   echo "$stamp" >"$venv/.pageweaver-setup"
 fi
 
+# The tests' tensors are small: more threads only wait for each other, for minutes on a busy machine.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
 echo "== tests without a GPU, SGLang 0.5.23"
 "$venv/bin/python" -m pytest -m "not gpu" "$@"
 
