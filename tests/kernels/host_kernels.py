@@ -22,6 +22,18 @@ UNWRITTEN = -77  # outputs start with it: every element of perm and of the plan 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
+# cu_seqlens for 100 token rows that no caller should pass: behind the rows, decreasing, negative.
+BROKEN_CU_SEQLENS = [
+    [0, 40, 300],
+    [0, 2**31 - 1, 100],
+    [0, -(2**31), 100],
+    [0, 80, 20, 90],
+    [-50, 20, 100],
+    [70, 20, 100],
+    [500, 600, 700],
+]
+
+
 class KernelFailure(RuntimeError):
     """The launcher refused its arguments, or the shim found an error."""
 

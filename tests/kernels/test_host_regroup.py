@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from host_kernels import (
+    BROKEN_CU_SEQLENS,
     HAS_GXX,
     KERNELS,
     SANITIZERS,
+    UNWRITTEN,
     HostKernels,
     KernelFailure,
     compile_library,
@@ -26,6 +28,7 @@ from tests.generators import CASE_NAMES, make_case
 pytestmark = pytest.mark.skipif(not HAS_GXX, reason="no g++ on PATH")
 
 DATA = Path(__file__).parents[1] / "data"
+WINDOWS = [{"window": 64}, {"window": 128, "guard": True}]
 WORKLOADS = ["ctx8k", "ctx16k", "ctx32k_chunk2", "ctx64k_a", "ctx64k_flat", "ctx64k_mixed", "ctx128k", "packed"]
 
 
@@ -185,6 +188,15 @@ def test_hostile_inputs(kernels, seed):
     assert_matches(kernels, *arguments, **options, seed=seed % 3)
 
 
+@pytest.mark.parametrize("cu_seqlens", BROKEN_CU_SEQLENS)
+def test_broken_cu_seqlens_write_nothing_but_ids(kernels, cu_seqlens):
+    """Which order the rows get is nobody's business, but every written element is a row of the call."""
+    topk = np.random.default_rng(0).integers(-2, 90, (2, 100, 16)).astype(np.int32)
+    for options in WINDOWS:
+        perm = kernels.regroup(topk, cu_seqlens, [5000] * (len(cu_seqlens) - 1), **options)
+        assert (((perm >= 0) & (perm < 100)) | (perm == UNWRITTEN)).all()
+
+
 @pytest.mark.parametrize("requests", [31, 32, 33, 300])
 def test_many_tiny_requests(kernels, requests):
     rng = np.random.default_rng(requests)
@@ -192,6 +204,13 @@ def test_many_tiny_requests(kernels, requests):
     topk = rng.integers(-1, 30, (2, tokens, 8)).astype(np.int32)
     for window in (64, 128):
         assert_matches(kernels, topk, cu_seqlens, rng.integers(0, 4000, requests), window=window, group_size=3)
+
+
+def test_sequence_of_almost_2_to_the_31_tokens(kernels):
+    rng = np.random.default_rng(3)
+    topk = rng.integers(2**24 - 40, 2**24 + 2, (1, 100, 16)).astype(np.int32)
+    perm = assert_matches(kernels, topk, [0, 100], [2**31 - 101])
+    assert (perm != np.arange(100)).any()
 
 
 def test_empty_requests_and_padding(kernels):
@@ -256,6 +275,10 @@ def test_no_access_out_of_bounds(kernels, tmp_path):
     for seed in range(100, 115):
         arguments, options = hostile(seed)
         cases.append(("regroup", arguments, options, kernels.regroup(*arguments, **options)))
+    topk = np.random.default_rng(0).integers(-2, 90, (2, 100, 16)).astype(np.int32)
+    for cu_seqlens in BROKEN_CU_SEQLENS:
+        arguments = (topk, cu_seqlens, [5000, -(2**31), 1_000_000][: len(cu_seqlens) - 1])
+        cases += [("regroup", arguments, options, kernels.regroup(*arguments, **options)) for options in WINDOWS]
     result = run_sanitized(compile_library(tmp_path, *SANITIZERS), cases)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "replayed" in result.stdout

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from host_kernels import (
+    BROKEN_CU_SEQLENS,
     HAS_GXX,
     SANITIZERS,
     HostKernels,
@@ -205,6 +206,23 @@ def test_many_tiny_requests(kernels, requests):
         assert_matches(kernels, arguments, window=window, group_size=group_size)
 
 
+def test_sequence_of_almost_2_to_the_31_tokens(kernels):
+    longest = 2**31 - 1
+    topk = np.random.default_rng(3).integers(2**24 - 40, 2**24 + 2, (1, 20, 16)).astype(np.int32)
+    plan = assert_matches(kernels, (topk, None, [0, 20], [longest], [longest - 20]))
+    assert plan["pages"].max() == 2**24 - 1
+    assert plan["limits"].max() == longest - 1
+
+
+@pytest.mark.parametrize("cu_seqlens", BROKEN_CU_SEQLENS)
+def test_broken_cu_seqlens_list_only_rows_of_the_call(kernels, cu_seqlens):
+    topk = np.random.default_rng(0).integers(-2, 90, (2, 100, 16)).astype(np.int32)
+    requests = len(cu_seqlens) - 1
+    plan = kernels.union_prep(topk, None, cu_seqlens, [5000] * requests, [4900] * requests, groups=40)
+    assert plan["queries"].min() >= -1
+    assert plan["queries"].max() < 100
+
+
 def test_padding_rows_and_no_rows(kernels):
     """Padding rows are listed whatever ``perm`` says of them; a call without rows fills its spare groups."""
     topk = np.zeros((2, 37, 16), np.int32)
@@ -295,6 +313,17 @@ def test_no_access_out_of_bounds(kernels, tmp_path):
         pool = {"req_to_token": table, "slot_ids": np.arange(len(table)), "num_pool_pages": 500}
         options = {**options, **pool, "groups": groups}
         arguments = (topk, perm, *lengths)
+        cases.append(("union_prep", arguments, options, kernels.union_prep(*arguments, **options)))
+    topk = rng.integers(-2, 90, (2, 100, 16)).astype(np.int32)
+    for cu_seqlens in BROKEN_CU_SEQLENS:
+        requests = len(cu_seqlens) - 1
+        arguments = (topk, None, cu_seqlens, [5000, -(2**30), 1_000_000][:requests], [4900, 2**30, -(2**30)][:requests])
+        options = {
+            "groups": group_bound(100, requests, 64, 8),
+            "window": 64,
+            **pool,
+            "slot_ids": np.zeros(requests, int),
+        }
         cases.append(("union_prep", arguments, options, kernels.union_prep(*arguments, **options)))
     result = run_sanitized(compile_library(tmp_path, *SANITIZERS), cases)
     assert result.returncode == 0, result.stderr[-4000:]
