@@ -12,6 +12,7 @@
 #include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace pw {
@@ -35,6 +36,7 @@ struct UnionAttentionParams {
   float v_scale;
   const float* k_scale_device;  // optional further factors read on the device (per-tensor scales kept there)
   const float* v_scale_device;
+  int32_t* queue;  // [2], stream.cuh only: groups drawn, CTAs done; zero between launches
 };
 
 // The tile every attention kernel here is built for: one warpgroup, warp w holds the 16 heads of query w.
@@ -55,6 +57,7 @@ struct RowTile {
 // E4M3's largest value is 448; probabilities are at most 1, so scaled by 2^8 they use its range without saturating.
 constexpr float kProbabilityScaleLog2 = 8.0f;
 constexpr float kE4m3Max = 448.0f;
+constexpr int kProducerBarrier = 8;  // named barrier of a producer warpgroup; consumer c has 1 + c
 // Finite stand-in for minus infinity: a row that has seen nothing yet, and keys behind a query's limit. No NaN can form.
 constexpr float kMasked = -1e30f;
 constexpr float kSmallestAmax = 1e-12f;  // keeps the scale of an all-zero Q row finite
@@ -145,6 +148,39 @@ __device__ __forceinline__ void transpose_v(const uint8_t* v, uint8_t* vt, int w
   }
 }
 
+// The same in place, by a whole warpgroup: everything is read before anything is written.
+__device__ __forceinline__ void transpose_v_in_place(uint8_t* tile, int warp, int lane, int last_token) {
+  constexpr int kSteps = RowTile::kPageSize / 32;
+  const uint32_t base = ptx::shared_address(tile);
+  uint32_t x[2][kSteps][4];
+#pragma unroll
+  for (int block = 0; block < 2; ++block)
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      ptx::ldmatrix_x4_trans(x[block][step], base + swizzled_offset(step * 32 + lane, warp * 2 + block));
+  if (last_token < RowTile::kPageSize - 1) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int token = step * 32 + m * 8 + 2 * (lane & 3);
+        const uint32_t keep = (token <= last_token ? 0x0000FFFFu : 0u) | (token + 1 <= last_token ? 0xFFFF0000u : 0u);
+        x[0][step][m] &= keep;
+        x[1][step][m] &= keep;
+      }
+  }
+  ptx::named_barrier_sync(kProducerBarrier, RowTile::kThreads);
+#pragma unroll
+  for (int block = 0; block < 2; ++block)
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t row = (warp * 2 + block) * 16 + (lane & 15), chunk = step * 2 + (lane >> 4);
+      const uint32_t(&y)[4] = x[block][step];
+      ptx::stmatrix_x4(base + swizzled_offset(row, chunk), __byte_perm(y[0], y[1], 0x6420), __byte_perm(y[0], y[1], 0x7531),
+                       __byte_perm(y[2], y[3], 0x6420), __byte_perm(y[2], y[3], 0x7531));
+    }
+}
+
 // Running softmax of the two rows (heads g and g + 8 of the warp's query) that a thread holds parts of.
 struct RowState {
   float max = kMasked;  // of the scaled logits, base 2
@@ -188,11 +224,8 @@ __device__ __forceinline__ void mask_future_keys(float (&s)[ptx::kAccumulators],
   }
 }
 
-// The two rows' softmax over one page: logits become E4M3 probabilities in the A fragments of four k32 steps (token order of
-// transpose_v), and what the rows have gathered in `o` is rescaled to the new maxima.
-__device__ __forceinline__ void softmax_page(float (&logits)[ptx::kAccumulators], RowState (&state)[2], const float (&scale)[2],
-                                             float (&o)[ptx::kAccumulators], uint32_t (&probabilities)[4][4]) {
-  const float correction[2] = {softmax_row<0>(logits, state[0], scale[0]), softmax_row<1>(logits, state[1], scale[1])};
+// Rescales what a thread's two rows have gathered.
+__device__ __forceinline__ void rescale(float (&o)[ptx::kAccumulators], const float (&correction)[2]) {
   if (__any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
@@ -202,14 +235,26 @@ __device__ __forceinline__ void softmax_page(float (&logits)[ptx::kAccumulators]
       o[4 * j + 3] *= correction[1];
     }
   }
+}
+
+// Rounds a page's probabilities to E4M3, as the A fragments of four k32 steps in the token order of transpose_v.
+__device__ __forceinline__ void to_probabilities(const float (&p)[ptx::kAccumulators], uint32_t (&fragments)[4][4]) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    const float* x = logits + 16 * step;  // tokens 32 step + {0, 8, 16, 24} + 2q
-    probabilities[step][0] = ptx::to_e4m3x4(x[0], x[1], x[4], x[5]);
-    probabilities[step][1] = ptx::to_e4m3x4(x[2], x[3], x[6], x[7]);
-    probabilities[step][2] = ptx::to_e4m3x4(x[8], x[9], x[12], x[13]);
-    probabilities[step][3] = ptx::to_e4m3x4(x[10], x[11], x[14], x[15]);
+    const float* x = p + 16 * step;  // tokens 32 step + {0, 8, 16, 24} + 2q
+    fragments[step][0] = ptx::to_e4m3x4(x[0], x[1], x[4], x[5]);
+    fragments[step][1] = ptx::to_e4m3x4(x[2], x[3], x[6], x[7]);
+    fragments[step][2] = ptx::to_e4m3x4(x[8], x[9], x[12], x[13]);
+    fragments[step][3] = ptx::to_e4m3x4(x[10], x[11], x[14], x[15]);
   }
+}
+
+// The two rows' softmax over one page: logits become probabilities, and `o` is rescaled to the new maxima.
+__device__ __forceinline__ void softmax_page(float (&logits)[ptx::kAccumulators], RowState (&state)[2], const float (&scale)[2],
+                                             float (&o)[ptx::kAccumulators], uint32_t (&probabilities)[4][4]) {
+  const float correction[2] = {softmax_row<0>(logits, state[0], scale[0]), softmax_row<1>(logits, state[1], scale[1])};
+  rescale(o, correction);
+  to_probabilities(logits, probabilities);
 }
 
 // Issues S = Q K^T of one page. The caller has fenced; it commits.

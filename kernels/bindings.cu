@@ -7,6 +7,7 @@
 
 #include "common.cuh"
 #include "regroup.cuh"
+#include "stream.cuh"
 #include "union8.cuh"
 #include "union_prep.cuh"
 
@@ -83,7 +84,7 @@ void regroup(TensorView topk_idx, TensorView cu_seqlens, TensorView prefix_lens,
 void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_seqlens, TensorView seq_lens, TensorView prefix_lens,
                 Optional<TensorView> req_to_token, Optional<TensorView> slot_ids, int64_t num_pool_pages, int64_t window,
                 int64_t page_size, TensorView pages, TensorView masks, TensorView counts, TensorView queries, TensorView limits,
-                Optional<TensorView> slots) {
+                Optional<TensorView> slots, Optional<TensorView> queue) {
   require(topk_idx.stride(2) == 1, "union_prep", "topk_idx rows must be contiguous");
   require(req_to_token.has_value() == slots.has_value() && req_to_token.has_value() == slot_ids.has_value(), "union_prep",
           "req_to_token, slot_ids and slots go together");
@@ -95,6 +96,7 @@ void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_se
   plan.queries = data<int32_t>(queries);
   plan.limits = data<int32_t>(limits);
   plan.slots = const_cast<int32_t*>(data_or_null<int32_t>(slots));
+  plan.queue = const_cast<int32_t*>(data_or_null<int32_t>(queue));
   const bool wide_slot_ids = slot_ids.has_value() && slot_ids.value().dtype().bits == 64;
   check_cuda(pw::launch_union_prep(data<const int32_t>(topk_idx), topk_idx.stride(0), topk_idx.stride(1), topk_idx.size(0),
                                    topk_idx.size(2), data_or_null<int32_t>(perm),
@@ -105,16 +107,32 @@ void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_se
              "union_prep");
 }
 
-// out[i] = attention of query i over its own pages; the plan's group size picks the kernel (8: Union8, 4: Union4).
-void union8(TensorView q, TensorView k_cache, TensorView v_cache, TensorView slots, TensorView pages, TensorView masks, TensorView counts,
-            TensorView queries, TensorView limits, TensorView out, double sm_scale, double k_scale, double v_scale,
-            Optional<TensorView> k_scale_device, Optional<TensorView> v_scale_device) {
+// A cache's tensor map with boxes of `tokens` rows, or an error that names the cache.
+CUtensorMap cache_map(const char* function, const char* name, const TensorView& cache, int tokens) {
+  CUtensorMap map;
+  const CUresult result = pw::encode_cache_map(&map, cache.data_ptr(), cache.size(0), static_cast<int>(cache.size(1)), cache.stride(0),
+                                               cache.stride(1), tokens);
+  if (result != CUDA_SUCCESS)
+    TVM_FFI_THROW(RuntimeError) << function << ": cuTensorMapEncodeTiled failed (" << result << ") for " << name << " of " << cache.size(0)
+                                << " slots, strides " << cache.stride(0) << ", " << cache.stride(1) << " bytes";
+  return map;
+}
+
+// out[i] = attention of query i over its own pages. `engine` is "stream" (groups of 8; needs `queue`) or "union8" (groups of 8: the
+// two-CTA kernel, groups of 4: the same without a cluster).
+void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView v_cache, TensorView slots, TensorView pages,
+               TensorView masks, TensorView counts, TensorView queries, TensorView limits, Optional<TensorView> queue, TensorView out,
+               double sm_scale, double k_scale, double v_scale, Optional<TensorView> k_scale_device, Optional<TensorView> v_scale_device) {
+  const char* name = "attention";
   const int kv_heads = static_cast<int>(k_cache.size(1));
   const int64_t group_size = queries.size(2);
-  require(group_size == 8 || group_size == 4, "union8", "group_size must be 8 or 4");
-  require(q.size(1) == 16 * kv_heads && q.size(2) == 128 && k_cache.size(2) == 128, "union8",
+  const bool stream_engine = engine == "stream";
+  require(stream_engine || engine == "union8", name, "engine must be stream or union8");
+  require(group_size == 8 || (group_size == 4 && !stream_engine), name, "group_size must be 8, or 4 with the union8 engine");
+  require(!stream_engine || queue.has_value(), name, "the stream engine needs a queue");
+  require(q.size(1) == 16 * kv_heads && q.size(2) == 128 && k_cache.size(2) == 128, name,
           "16 query heads per KV head and head dim 128 are built in");
-  require(q.stride(2) == 1 && out.stride(2) == 1 && k_cache.stride(2) == 1 && v_cache.stride(2) == 1, "union8",
+  require(q.stride(2) == 1 && out.stride(2) == 1 && k_cache.stride(2) == 1 && v_cache.stride(2) == 1, name,
           "the last dimension of q, out, k_cache and v_cache must be contiguous");
   DeviceGuard guard(q);
   pw::UnionAttentionParams params;
@@ -136,19 +154,25 @@ void union8(TensorView q, TensorView k_cache, TensorView v_cache, TensorView slo
   params.v_scale = static_cast<float>(v_scale);
   params.k_scale_device = data_or_null<float>(k_scale_device);
   params.v_scale_device = data_or_null<float>(v_scale_device);
+  params.queue = const_cast<int32_t*>(data_or_null<int32_t>(queue));
 
+  const cudaStream_t stream = current_stream(q);
+  if (stream_engine) {
+    int device = 0, processors = 0;
+    check_cuda(cudaGetDevice(&device), name);
+    check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), name);
+    const int tokens = pw::RowTile::kPageSize;
+    check_cuda(pw::launch_stream_attention<pw::StreamTraits<2>>(cache_map(name, "k_cache", k_cache, tokens),
+                                                                cache_map(name, "v_cache", v_cache, tokens), params, kv_heads,
+                                                                processors, stream),
+               name);
+    return;
+  }
   auto launch = [&](auto traits) {
     using Traits = decltype(traits);
-    CUtensorMap k_map, v_map;
-    const CUresult k_result = pw::encode_cache_map(&k_map, k_cache.data_ptr(), k_cache.size(0), kv_heads, k_cache.stride(0),
-                                                   k_cache.stride(1), Traits::kTokensPerCopy);
-    const CUresult v_result = pw::encode_cache_map(&v_map, v_cache.data_ptr(), v_cache.size(0), kv_heads, v_cache.stride(0),
-                                                   v_cache.stride(1), Traits::kTokensPerCopy);
-    if (k_result != CUDA_SUCCESS || v_result != CUDA_SUCCESS)
-      TVM_FFI_THROW(RuntimeError) << "union8: cuTensorMapEncodeTiled failed (" << k_result << ", " << v_result
-                                  << ") for caches of " << k_cache.size(0) << " slots, strides " << k_cache.stride(0) << ", "
-                                  << k_cache.stride(1) << " bytes";
-    check_cuda(pw::launch_union_attention<Traits>(k_map, v_map, params, kv_heads, current_stream(q)), "union8");
+    check_cuda(pw::launch_union_attention<Traits>(cache_map(name, "k_cache", k_cache, Traits::kTokensPerCopy),
+                                                  cache_map(name, "v_cache", v_cache, Traits::kTokensPerCopy), params, kv_heads, stream),
+               name);
   };
   if (group_size == 8) launch(pw::UnionTraits<2>{});
   else launch(pw::UnionTraits<1>{});
@@ -158,4 +182,4 @@ void union8(TensorView q, TensorView k_cache, TensorView v_cache, TensorView slo
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_regroup, regroup)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_union_prep, union_prep)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_union8, union8)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_attention, attention)

@@ -41,6 +41,7 @@ struct PlanPtrs {
   int32_t* queries;  // [kv_heads, groups, group_size] token row, -1: empty slot
   int32_t* limits;   // [kv_heads, groups, group_size] last token seen, -1: none
   int32_t* slots;    // [kv_heads, groups, max_union] physical page, -1: not to be read; or null
+  int32_t* queue;    // [2] cleared for the attention kernel that draws groups from it; or null
 };
 
 // Where the tokens of a request lie in the KV pool.
@@ -111,6 +112,7 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
   PW_SHARED(UnionPrepShared, shared);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int group = static_cast<int>(blockIdx.x) * kUnionPrepWarps + warp;
+  if (plan.queue != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 2) plan.queue[threadIdx.x] = 0;
   if (group >= groups) return;
   const int64_t head = blockIdx.y;
   const int64_t plan_row = head * groups + group;

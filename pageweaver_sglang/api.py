@@ -297,6 +297,7 @@ def sparse_prefill(
         sm_scale=head_dim**-0.5 if sm_scale is None else float(sm_scale),
         k_scale=_on_host(k_scale),
         v_scale=_on_host(v_scale),
+        engine=config.engine,
     )
     return out
 

@@ -39,6 +39,8 @@ class UnionPlan:
             in a plan that was not built for attention.
         group_size: queries per group.
         page_size: tokens per page.
+        queue: int32 ``[2]``, what the attention kernel's CTAs draw groups from; cleared by the union preparation.
+            ``None`` where ``slots`` is.
     """
 
     pages: torch.Tensor
@@ -49,6 +51,7 @@ class UnionPlan:
     slots: torch.Tensor | None
     group_size: int
     page_size: int
+    queue: torch.Tensor | None = None
 
     @classmethod
     def empty(
@@ -80,6 +83,7 @@ class UnionPlan:
             slots=ints(*union) if with_slots else None,
             group_size=group_size,
             page_size=page_size,
+            queue=ints(2) if with_slots else None,
         )
 
     def visits(self) -> int:

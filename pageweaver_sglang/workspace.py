@@ -92,6 +92,7 @@ class Workspace:
         self._counts = ints(groups)
         self._queries = ints(members)
         self._limits = ints(members)
+        self._queue = ints(2)
         self._out = None
         if q_heads is not None:
             self._out = torch.empty(max_tokens * q_heads * head_dim, dtype=dtype, device=device)
@@ -100,7 +101,8 @@ class Workspace:
 
     def nbytes(self) -> int:
         """Return the device memory held, in bytes."""
-        buffers = (self._perm, self._pages, self._slots, self._masks, self._counts, self._queries, self._limits)
+        plan = (self._pages, self._slots, self._masks, self._counts, self._queries, self._limits, self._queue)
+        buffers = (self._perm, *plan)
         held = buffers if self._out is None else (*buffers, self._out)
         return sum(buffer.numel() * buffer.element_size() for buffer in held)
 
@@ -132,6 +134,7 @@ class Workspace:
             slots=_view(self._slots, *union),
             group_size=self.group_size,
             page_size=page_size,
+            queue=self._queue,
         )
 
     def out(self, tokens: int) -> torch.Tensor:

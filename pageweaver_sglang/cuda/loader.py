@@ -267,7 +267,7 @@ def build(force: bool = False, verbose: bool = True) -> Path:
 
 
 def load() -> Any:
-    """The library's TVM FFI module (functions ``pw_regroup``, ``pw_union_prep``, ``pw_union8``), built on first use.
+    """The library's TVM FFI module (functions ``pw_regroup``, ``pw_union_prep``, ``pw_attention``), built on first use.
 
     Raises KernelBuildError as :func:`build` does, or when the built library cannot be loaded.
     """

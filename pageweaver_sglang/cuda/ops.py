@@ -26,7 +26,7 @@ def regroup(
     capacity: int | None,
     guard: str,
 ) -> None:
-    """Write Algorithm 1's order of queries to ``perm`` int32 [kv_heads, tokens] (see :func:`pageweaver_sglang.regroup`)."""
+    """Write Algorithm 1's order of queries to ``perm``, int32 [kv_heads, tokens]; see ``pageweaver_sglang.regroup``."""
     load().pw_regroup(
         topk_idx, cu_seqlens, prefix_lens, perm, window, group_size, page_size, capacity or 0, guard == "window"
     )
@@ -45,7 +45,7 @@ def prepare_unions(
     slot_ids: Tensor | None = None,
     num_pool_pages: int = 0,
 ) -> None:
-    """Fill the arrays of ``plan``; with ``req_to_token`` also its ``slots`` (physical pages below ``num_pool_pages``)."""
+    """Fill the arrays of ``plan``; with ``req_to_token`` also ``slots`` (physical pages below ``num_pool_pages``)."""
     load().pw_union_prep(
         topk_idx,
         perm,
@@ -63,6 +63,7 @@ def prepare_unions(
         plan.queries,
         plan.limits,
         plan.slots if req_to_token is not None else None,
+        plan.queue,
     )
 
 
@@ -76,14 +77,18 @@ def union_attention(
     sm_scale: float,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    engine: str | None = None,
 ) -> None:
-    """Attend over ``plan`` (with ``slots``) and write every row of ``out`` [tokens, q_heads, 128] that the plan names.
+    """Attend over ``plan`` (with ``slots``); write every row of ``out`` [tokens, q_heads, 128] that the plan names.
 
-    Scales are factors of the E4M3 caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the device.
+    Scales are factors of the E4M3 caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the
+    device. ``engine`` is ``"stream"`` or ``"union8"``; None takes the first for groups of 8 and the second for groups
+    of 4. Both give the same bits.
     """
     k_value, k_device = _split_scale(k_scale)
     v_value, v_device = _split_scale(v_scale)
-    load().pw_union8(
+    load().pw_attention(
+        engine or ("stream" if plan.group_size == 8 else "union8"),
         q,
         k_cache,
         v_cache,
@@ -93,6 +98,7 @@ def union_attention(
         plan.counts,
         plan.queries,
         plan.limits,
+        plan.queue,
         out,
         sm_scale,
         k_value,

@@ -80,7 +80,7 @@ def status_line(config: Config, dense_backend: Any, page_size: int, kernels_stat
     first, last = compat.SUPPORTED
     untested = "" if compat.tested_version(version) else f" (untested; tested are {first} to {last})"
     return (
-        f"pageweaver STATUS: mode {config.mode}, window {config.window}, guard {config.guard}, "
+        f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, window {config.window}, guard {config.guard}, "
         f"kernels {kernels_state}, dense layers {type(dense_backend).__name__}, page size {page_size}, "
         f"verify every {config.verify_every}, "
         f"pageweaver {pageweaver_sglang.__version__}, sglang {version}{untested}, torch {torch.__version__}"

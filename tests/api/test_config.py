@@ -10,6 +10,7 @@ from pageweaver_sglang._paths import configs_dir
 
 FIELDS = {
     "mode": "pageweaver",
+    "engine": "stream",
     "window": 128,
     "guard": "window",
     "capacity": 512,

@@ -109,7 +109,7 @@ def test_prepare_unions_of_what_its_kernel_does_not_take(calls):
         (None, {"window": 128, "guard": "window", "capacity": None}),
         (pw.Config(window=64, guard="none", capacity=9), {"window": 64, "guard": "none", "capacity": None}),
         (pw.Config(overflow="original", capacity=300), {"window": 128, "guard": "window", "capacity": 300}),
-        (pw.Config(mode="union8", window=64), None),
+        (pw.Config(mode="union8", window=64, engine="union8"), None),
     ],
 )
 def test_sparse_prefill(calls, config, regroup_options, with_workspace):
@@ -145,7 +145,8 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     assert attended is plan
     assert target is out
     # A scale in host memory becomes a number; sm_scale has its default.
-    assert options == {"sm_scale": 128**-0.5, "k_scale": 0.5, "v_scale": 2.0}
+    engine = "stream" if config is None else config.engine
+    assert options == {"sm_scale": 128**-0.5, "k_scale": 0.5, "v_scale": 2.0, "engine": engine}
     assert type(options["k_scale"]) is float
     if with_workspace:
         tokens, requests = len(CASE.q), 2
@@ -159,7 +160,7 @@ def test_sparse_prefill_into_out(calls):
     workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, device="cpu")
     assert pw.sparse_prefill(*CASE.args(), out=out, workspace=workspace, sm_scale=3) is out
     assert calls[-1][1][-1] is out
-    assert calls[-1][2] == {"sm_scale": 3.0, "k_scale": None, "v_scale": None}
+    assert calls[-1][2] == {"sm_scale": 3.0, "k_scale": None, "v_scale": None, "engine": "stream"}
 
 
 def test_the_output_of_a_strided_q_is_contiguous(calls):

@@ -63,7 +63,7 @@ def main() -> None:
         out.write(f"{os.getpid()} {helper.pid}\n")
     if options.attention_backend == "pageweaver":
         mode = os.environ["PAGEWEAVER_MODE"]
-        log(f"pageweaver STATUS: mode {mode}, window 128, guard window, kernels loaded, dense layers FlashAttention")
+        log(f"pageweaver STATUS: mode {mode}, engine stream, window 128, guard window, kernels loaded, dense layers FA")
     if "FAKE_DIE" in os.environ:
         time.sleep(0.5)
         sys.exit("RuntimeError: no kernel image is available")

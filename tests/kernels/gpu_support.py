@@ -10,11 +10,19 @@ from pageweaver_sglang.plan import UnionPlan
 HAS_CUDA = torch.cuda.is_available()
 
 
-def attend(case, *, window: int | None = 128, group_size: int = 8, guard: str = "none", out=None, perm=None) -> torch.Tensor:
+def attend(
+    case,
+    *,
+    window: int | None = 128,
+    group_size: int = 8,
+    guard: str = "none",
+    out=None,
+    perm=None,
+    engine: str | None = None,
+) -> torch.Tensor:
     """Run regroup (window None: original order), union prep and attention; the output starts as NaN."""
     from pageweaver_sglang.cuda import ops
 
-    kv_heads, tokens, k = case.topk_idx.shape
     if window is not None and perm is None:
         perm = pw.regroup(
             case.topk_idx, case.cu_seqlens, case.prefix_lens, window=window, group_size=group_size, guard=guard
@@ -31,6 +39,7 @@ def attend(case, *, window: int | None = 128, group_size: int = 8, guard: str = 
         sm_scale=128**-0.5,
         k_scale=getattr(case, "k_scale", None),
         v_scale=getattr(case, "v_scale", None),
+        engine=engine,
     )
     return out
 
@@ -52,7 +61,7 @@ def plan_with_slots(case, perm, *, window: int = 128, group_size: int = 8) -> Un
         device=case.q.device,
         with_slots=True,
     )
-    for array in (plan.pages, plan.counts, plan.queries, plan.limits, plan.slots):
+    for array in (plan.pages, plan.counts, plan.queries, plan.limits, plan.slots, plan.queue):
         array.fill_(0x5A5A5A5A)
     plan.masks.fill_(0x5A)
     ops.prepare_unions(

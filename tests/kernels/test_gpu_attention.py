@@ -16,11 +16,13 @@ from tests.generators import CASE_NAMES, make_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 
+ENGINES = ("stream", "union8")
 DATA = Path(__file__).parents[1] / "data"
 FP8_NRMS = 0.04  # Q and P rounded to E4M3: 2.2 to 4.1 % in the paper, 3.3 to 3.7 % for every FP8 kernel measured here
 
 MODES = {
-    "union8": pw.Config(mode="union8"),
+    "original": pw.Config(mode="union8"),
+    "paper": pw.Config(mode="pageweaver", engine="union8"),
     "w64": pw.Config(mode="pageweaver", window=64),
     "w128": pw.Config(mode="pageweaver", window=128, guard="none"),
 }
@@ -47,9 +49,7 @@ def empty_rows(case):
 def test_every_case_against_the_reference(name, seed, mode):
     case = make_case(name, seed=seed, device="cuda")
     out = poisoned_like(case.q)
-    result = pw.sparse_prefill(
-        *case.args(), k_scale=case.k_scale, v_scale=case.v_scale, config=MODES[mode], out=out
-    )
+    result = pw.sparse_prefill(*case.args(), k_scale=case.k_scale, v_scale=case.v_scale, config=MODES[mode], out=out)
     assert result.data_ptr() == out.data_ptr()
     expected = reference(case)
     assert nrms(out, expected) <= FP8_NRMS
@@ -61,19 +61,20 @@ def test_every_case_against_the_reference(name, seed, mode):
 def test_every_order_gives_the_same_bits(name):
     """A row meets its own pages in ascending order whatever its group, and other rows' pages add exact zeros."""
     case = make_case(name, seed=2, device="cuda")
-    original = attend(case, window=None)
-    for window in (64, 128):
-        assert same_bits(attend(case, window=window), original)
+    original = attend(case, window=None, engine="union8")
+    for window in (None, 64, 128):
+        for engine in ENGINES:
+            assert same_bits(attend(case, window=window, engine=engine), original)
         assert same_bits(attend(case, window=window, group_size=4), original)
-    assert same_bits(attend(case, window=None, group_size=4), original)
     assert same_bits(attend(case, window=128, guard="window"), original)
 
 
 def test_orders_agree_on_a_64k_workload():
     case = workload_case("ctx64k_a")
-    original = attend(case, window=None)
-    for window in (64, 128):
-        assert same_bits(attend(case, window=window), original)
+    original = attend(case, window=None, engine="union8")
+    for window in (None, 64, 128):
+        for engine in ENGINES:
+            assert same_bits(attend(case, window=window, engine=engine), original)
     assert same_bits(attend(case, window=128, group_size=4), original)
     rows = sample_rows(case.q.shape[0], 256).cuda()
     assert nrms(original[rows], exact_rows(case, rows)) <= FP8_NRMS
@@ -84,16 +85,36 @@ def workload_case(name):
     return make_inputs(pw.load_workload(DATA / f"{name}.npz"), "cuda", seed=1)
 
 
-def test_repeats_are_identical():
-    case = make_case("packed", seed=3, device="cuda")
-    first = attend(case)
-    for _ in range(30):
-        assert same_bits(attend(case), first)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_repeats_are_identical_beside_other_work(engine):
+    case = make_case("heads4", seed=3, device="cuda")
+    first = attend(case, engine=engine)
+    noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for _ in range(100):
+        with torch.cuda.stream(other):
+            noise = noise @ noise * 1e-3
+        assert same_bits(attend(case, engine=engine), first)
 
 
-def test_a_page_that_nobody_of_a_row_picked_does_not_change_the_row():
+def test_calls_on_two_streams_at_once():
+    """Every plan has a queue of its own, so calls do not draw each other's groups."""
+    cases = [make_case("heads4", seed=20, device="cuda"), make_case("prefix", seed=21, device="cuda")]
+    expected = [attend(case, engine="union8") for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        results = []
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(attend(case, engine="stream"))
+        torch.cuda.synchronize()
+        assert all(same_bits(result, wanted) for result, wanted in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_page_that_nobody_of_a_row_picked_does_not_change_the_row(engine):
     case = make_case("heads4", seed=4, device="cuda")
-    before = attend(case)
+    before = attend(case, engine=engine)
     valid = case.topk_idx[case.topk_idx >= 0]
     for page in valid.unique()[:: max(1, valid.unique().numel() // 4)].tolist():
         k, v = case.k_cache.clone(), case.v_cache.clone()
@@ -104,7 +125,7 @@ def test_a_page_that_nobody_of_a_row_picked_does_not_change_the_row():
             first = int(row[page * 128])
             for cache in (k, v):
                 cache[first : first + 128] = (torch.randn(128, *cache.shape[1:], device="cuda") * 3).to(cache.dtype)
-        after = attend(dataclasses.replace(case, k_cache=k, v_cache=v))
+        after = attend(dataclasses.replace(case, k_cache=k, v_cache=v), engine=engine)
         picked = (case.topk_idx == page).any(dim=2)  # [kv_heads, tokens]
         rows_picked = picked.t().repeat_interleave(16, dim=1)  # [tokens, q_heads]
         changed = (before.view(torch.int16) != after.view(torch.int16)).any(dim=2)
@@ -118,10 +139,11 @@ def test_tails(tail):
     assert nrms(attend(case), reference(case)) <= FP8_NRMS
 
 
-def test_garbage_behind_the_sequence_is_never_seen():
+@pytest.mark.parametrize("engine", ENGINES)
+def test_garbage_behind_the_sequence_is_never_seen(engine):
     """The rest of the last page may hold anything, NaN included (E4M3 0x7f)."""
     case = make_case("tail", seed=9, device="cuda", tail=37)
-    clean = attend(case)
+    clean = attend(case, engine=engine)
     k, v = case.k_cache.view(torch.uint8).clone(), case.v_cache.view(torch.uint8).clone()
     for request in range(case.prefix_lens.shape[0]):
         length = int(case.seq_lens[request])
@@ -130,7 +152,7 @@ def test_garbage_behind_the_sequence_is_never_seen():
         k[last + 1 : end] = 0x7F
         v[last + 1 : end] = 0x7F
     dirty = dataclasses.replace(case, k_cache=k.view(torch.float8_e4m3fn), v_cache=v.view(torch.float8_e4m3fn))
-    assert same_bits(attend(dirty), clean)
+    assert same_bits(attend(dirty, engine=engine), clean)
 
 
 @pytest.mark.parametrize("factor", [4.0, 16.0, 1e-3])
@@ -148,8 +170,9 @@ def test_extreme_values_stay_finite():
     case = make_case("packed", seed=7, device="cuda")
     k = torch.full_like(case.k_cache.float(), 448.0).to(torch.float8_e4m3fn)
     for q in (torch.full_like(case.q, 3e38), torch.full_like(case.q, -3e38), torch.zeros_like(case.q)):
-        out = attend(dataclasses.replace(case, q=q, k_cache=k))
-        assert bool(torch.isfinite(out).all())
+        for engine in ENGINES:
+            out = attend(dataclasses.replace(case, q=q, k_cache=k), engine=engine)
+            assert bool(torch.isfinite(out).all())
 
 
 @pytest.mark.parametrize("kind", ["float", "tensor"])
@@ -184,9 +207,7 @@ def test_recorded_server_call():
 def test_workspace_call_neither_allocates_nor_synchronises():
     case = make_case("packed", seed=11, device="cuda")
     kv_heads, tokens, k = case.topk_idx.shape
-    workspace = pw.Workspace(
-        tokens + 100, 16, kv_heads=kv_heads, topk=k, q_heads=case.q.shape[1], device="cuda"
-    )
+    workspace = pw.Workspace(tokens + 100, 16, kv_heads=kv_heads, topk=k, q_heads=case.q.shape[1], device="cuda")
     expected = pw.sparse_prefill(*case.args(), workspace=workspace).clone()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
