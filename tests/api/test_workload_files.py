@@ -164,14 +164,81 @@ def test_wrong_content_is_named(saved, changes, message):
         pw.load_workload(saved(tensors(**changes)))
 
 
-def test_page_tensors_come_with_one_request(saved):
-    changes = {
-        "cu_seqlens": np.array([0, 1, 3], np.int32),
-        "prefix_lens": np.array([8, 8], np.int32),
-        "seq_lens": np.array([9, 10], np.int32),
+def packed_tensors(**changes):
+    """Two requests: pages 2 and 0 of the first, 0 of the second."""
+    return tensors(
+        cu_seqlens=np.array([0, 1, 3], np.int32),
+        prefix_lens=np.array([8, 0], np.int32),
+        seq_lens=np.array([9, 2], np.int32),
+        page_ids=np.array([2, 0, 0], np.int32),
+        page_requests=np.array([0, 0, 1], np.int32),
+        **changes,
+    )
+
+
+def test_pages_of_several_requests(saved):
+    workload = pw.load_workload(saved(packed_tensors()))
+    arguments = workload.attention_arguments()
+    assert arguments["req_to_token"].shape == (2, 12)
+    assert arguments["slot_ids"].tolist() == [0, 1]
+    assert arguments["req_to_token"][0, 8:].tolist() == [0, 1, 2, 3]
+    assert arguments["req_to_token"][0, :4].tolist() == [4, 5, 6, 7]
+    assert arguments["req_to_token"][1, :4].tolist() == [8, 9, 10, 11]
+    assert pw.sparse_prefill(**arguments).shape == (3, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_requests": None}, "page_ids must come with page_requests when there are several requests, got 2"),
+        ({"page_requests": np.array([0, 0, 2], np.int32)}, r"page_requests must be in 0\.\.1"),
+        ({"page_requests": np.array([0, 0, -1], np.int32)}, r"page_requests must be in 0\.\.1"),
+        ({"page_requests": np.array([1, 0, 1], np.int32)}, r"page_ids must be distinct ids in 0\.\.2, inside"),
+        ({"page_ids": np.array([0, 0, 0], np.int32)}, r"page_ids must be distinct ids in 0\.\.2 in every request"),
+    ],
+)
+def test_pages_that_belong_nowhere(saved, changes, message):
+    with pytest.raises(ValueError, match=rf"^load_workload: .*w\.npz: {message}"):
+        pw.load_workload(saved(packed_tensors() | changes))
+
+
+def test_bfloat16_pages(saved):
+    random = np.random.default_rng(1)
+    pages = {name: random.integers(0, 1 << 14, (3, 4, 1, 16), dtype=np.uint16) for name in ("k_pages", "v_pages")}
+    workload = pw.load_workload(saved(tensors(**pages)))
+    assert workload.attention_arguments()["k_cache"].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="v_pages must be bfloat16 like k_pages, got float8_e4m3fn"):
+        pw.load_workload(saved(tensors(k_pages=pages["k_pages"])))
+
+
+def test_numbers_of_a_capture(saved, tmp_path):
+    numbers = {"sm_scale": np.float64(0.3), "k_scale": np.float64(2), "v_scale": np.float64(0.5), "layer": np.int32(7)}
+    workload = pw.load_workload(saved(tensors(**numbers)))
+    assert (workload.sm_scale, workload.k_scale, workload.v_scale, workload.layer) == (0.3, 2.0, 0.5, 7)
+    arguments = workload.attention_arguments()
+    assert {name: arguments[name] for name in ("sm_scale", "k_scale", "v_scale")} == {
+        "sm_scale": 0.3,
+        "k_scale": 2.0,
+        "v_scale": 0.5,
     }
-    with pytest.raises(ValueError, match="page_ids must come with one request, got 2"):
-        pw.load_workload(saved(tensors(**changes)))
+    plain = pw.load_workload(saved(tensors())).attention_arguments()
+    assert "sm_scale" not in plain
+    assert not torch.equal(pw.sparse_prefill(**arguments), pw.sparse_prefill(**plain))
+    workload.save(tmp_path / "again.npz", compress=False)
+    assert pw.load_workload(tmp_path / "again.npz").k_scale == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("k_scale", np.float64("nan"), "k_scale must be a finite number, got nan"),
+        ("k_scale", np.float32(1), r"k_scale must be float64 \[\], got float32 \[\]"),
+        ("layer", np.int32(-1), "layer must be an integer in 0"),
+    ],
+)
+def test_wrong_numbers(saved, name, value, message):
+    with pytest.raises(ValueError, match=message):
+        pw.load_workload(saved(tensors(**{name: value})))
 
 
 class Harmful:
