@@ -251,6 +251,7 @@ def comparison_arms() -> list[Arm]:
         NativeArm(),
         StagedArm("union4", "original order, groups of 4", whole, group_size=4, regrouped=False),
         PublicArm("union8", "original order, groups of 8", pw.Config(mode="union8")),
+        PublicArm("union8-paper", "the same on the paper's kernel", pw.Config(mode="union8", engine="union8")),
     ]
     for window in (64, 128):
         arms += [
@@ -266,6 +267,8 @@ def comparison_arms() -> list[Arm]:
                 window=window,
             ),
         ]
+    paper = pw.Config(mode="pageweaver", engine="union8", guard="none")
+    arms.append(PublicArm("pageweaver-w128-paper", "regrouped inside windows of 128, on the paper's kernel", paper))
     return arms
 
 

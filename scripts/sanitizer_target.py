@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Every CUDA kernel once or twice on small inputs, for NVIDIA's compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python scripts/sanitizer_target.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python scripts/sanitizer_target.py
+
+Without PyTorch's caching allocator every tensor is an allocation of its own, so that memcheck sees an access just
+behind it. Outputs are compared between the engines; exit code 1 when they differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pageweaver_sglang as pw
+from tests.generators import make_case
+
+# (case, what differs from it): tails, holes, several requests, padding, several KV heads, renamed pages.
+CASES = (
+    ("tail", {"requests": ((20, 700),), "tail": 37}),
+    ("holes", {"requests": ((40, 900),)}),
+    ("packed", {"requests": ((9, 0), (1, 300), (30, 500))}),
+    ("padded", {"requests": ((10, 400), (5, 0)), "padding": 11}),
+    ("heads4", {"requests": ((17, 640),)}),
+    ("past_512_pages", {"requests": ((16, 66_000),)}),
+)
+
+
+def main() -> int:
+    bad = 0
+    for name, overrides in CASES:
+        case = make_case(name, seed=1, device="cuda", **overrides)
+        outputs = {}
+        for label, config in {
+            "stream": pw.Config(window=64),
+            "union8": pw.Config(engine="union8", guard="none"),
+            "original": pw.Config(mode="union8"),
+        }.items():
+            outputs[label] = pw.sparse_prefill(*case.args(), config=config)
+        torch.cuda.synchronize()
+        same = all(bool((out == outputs["stream"]).all()) for out in outputs.values())
+        bad += not same
+        print(f"{name}: {tuple(case.q.shape)} {'ok' if same else 'ENGINES DIFFER'}", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
