@@ -42,7 +42,7 @@ def test_the_default_profile_spells_every_setting_out():
 def test_profiles():
     assert sorted(path.stem for path in configs_dir().glob("*.yaml")) == ["default", "native", "paper", "union8"]
     paper = pw.load_config("paper", env={})
-    assert paper == pw.Config(capacity=512, overflow="original", guard="none")
+    assert paper == pw.Config(engine="union8", capacity=512, overflow="original", guard="none")
     assert pw.load_config("union8", env={}) == pw.Config(mode="union8")
     assert pw.load_config("native", env={}) == pw.Config(mode="native")
 
@@ -61,6 +61,7 @@ def test_environment_overrides_the_profile(profile):
 def test_every_setting_has_a_variable():
     env = {
         "PAGEWEAVER_MODE": "union8",
+        "PAGEWEAVER_ENGINE": "union8",
         "PAGEWEAVER_WINDOW": "64",
         "PAGEWEAVER_GUARD": "none",
         "PAGEWEAVER_CAPACITY": "77",
@@ -68,9 +69,8 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_DENSE_BACKEND": "fa3",
         "PAGEWEAVER_VERIFY_EVERY": "10",
     }
-    expected = {
-        name: value for name, value in zip(FIELDS, ["union8", 64, "none", 77, "original", "fa3", 10], strict=True)
-    }
+    values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10]
+    expected = dict(zip(FIELDS, values, strict=True))
     assert pw.load_config(env=env).model_dump() == expected
     assert len(env) == len(FIELDS)
 

@@ -10,7 +10,7 @@ import torch
 import pageweaver_sglang as pw
 from pageweaver_sglang.plan import UnionPlan
 
-ARRAYS = ("pages", "masks", "counts", "queries", "limits", "slots")
+ARRAYS = ("pages", "masks", "counts", "queries", "limits", "slots", "queue")
 
 
 @pytest.mark.parametrize("group_size", [4, 8, 16])
