@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Every CUDA kernel once or twice on small inputs, for NVIDIA's compute-sanitizer.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python scripts/sanitizer_target.py
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # for memcheck
+    compute-sanitizer --tool memcheck --error-exitcode 9 python scripts/sanitizer_target.py
     compute-sanitizer --tool racecheck --error-exitcode 9 python scripts/sanitizer_target.py
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that memcheck sees an access just
