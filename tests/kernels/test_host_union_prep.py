@@ -260,7 +260,9 @@ def test_physical_pages_that_cannot_be_read(kernels, dtype):
     arguments = (topk, None, [0, 8], [16 * page_size], [16 * page_size - 8])
     plan = assert_matches(kernels, arguments, pool=pool, page_size=page_size)
     assert plan["slots"][0, 0, :16].tolist() == [0, 49, -1, -1, -1, -1, -1, -1, -1, 3] + [-1] * 6
-    negative = {**pool, "slot_ids": np.array([-1], dtype)}
+    # In front of the table given lie pages that could be read.
+    before = np.tile(np.arange(table.shape[1], dtype=np.int32), (3, 1))
+    negative = {**pool, "req_to_token": before[1:], "slot_ids": np.array([-1], dtype)}
     plan = kernels.union_prep(*arguments, groups=1, page_size=page_size, **negative)
     assert (plan["slots"] == -1).all()
 
