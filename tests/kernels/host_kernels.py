@@ -49,7 +49,7 @@ class _Lengths(ctypes.Structure):
 
 
 class _PlanPtrs(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("pages", "masks", "counts", "queries", "limits", "slots")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("pages", "masks", "counts", "queries", "limits", "slots", "queue")]
 
 
 def compile_library(folder: Path, *flags: str, kernels: Path = KERNELS) -> Path:
@@ -122,6 +122,7 @@ class HostKernels:
             "counts": np.full(entries[:2], UNWRITTEN, np.int32),
             "queries": np.full(members, UNWRITTEN, np.int32),
             "limits": np.full(members, UNWRITTEN, np.int32),
+            "queue": np.full(2, UNWRITTEN, np.int32),
         }
         stride = 0
         if req_to_token is not None:

@@ -86,6 +86,7 @@ def assert_matches(kernels, arguments, *, pool=None, extra_groups=3, seed=0, **o
         np.testing.assert_array_equal(plan[name][:, :groups], right, err_msg=name)
     for name, spare in {"pages": -1, "masks": 0, "counts": 0, "queries": -1, "limits": -1}.items():
         assert (plan[name][:, groups:] == spare).all(), name
+    assert plan["queue"].tolist() == [0, 0]
     if pool:
         right = expected_slots(plan, arguments, **pool, page_size=options["page_size"])
         np.testing.assert_array_equal(plan["slots"], right)
