@@ -3,11 +3,11 @@
 #include "regroup.cuh"
 #include "union_prep.cuh"
 
-#define EXPORT // host_kernels.py spells both structs out for ctypes.
+// host_kernels.py spells both structs out for ctypes.
 static_assert(sizeof(pw::PlanPtrs) == 7 * sizeof(void*), "_PlanPtrs in host_kernels.py");
 static_assert(sizeof(pw::Lengths) == 3 * sizeof(void*) + 2 * sizeof(int), "_Lengths in host_kernels.py");
 
-extern "C" __attribute__((visibility("default")))
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT void host_set_seed(uint64_t seed) { shim::seed = seed; }
 
