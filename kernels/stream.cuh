@@ -77,6 +77,17 @@ struct RingPosition {
   }
 };
 
+// A page's entry, read by lane 0 and passed to the warp.
+__device__ __forceinline__ StreamPage read_by_first_lane(const StreamPage& entry, int lane) {
+  StreamPage page{};
+  if (lane == 0) page = entry;
+  page.first_token = __shfl_sync(~0u, page.first_token, 0);
+  page.mask = __shfl_sync(~0u, page.mask, 0);
+  page.last_token = __shfl_sync(~0u, page.last_token, 0);
+  page.work = __shfl_sync(~0u, page.work, 0);
+  return page;
+}
+
 // ---------------------------------------------------------------- Producer
 
 // Copies the pages of one group after another into the ring. Run by a whole warp; lane 0 waits and issues, the lanes together
@@ -178,7 +189,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& k_map, const CUtensor
     --ahead;
     const int s = ring.stage;
     ptx::mbarrier_wait(&shared.v_landed[s], ring.phase);
-    const StreamPage page = shared.pages[s];
+    const StreamPage page = read_by_first_lane(shared.pages[s], lane);
     if (page.work == kNoWork) break;
     transpose_v_in_place(shared.v[s], warp, lane, page.last_token);
     ptx::fence_proxy_async_shared();
@@ -214,12 +225,15 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(&shared.slot_free[stage]);
   }
 
+  // The lane that hands the slot back is the one that reads what lies beside it.
+  __device__ __forceinline__ StreamPage read_page(int stage) const { return read_by_first_lane(shared.pages[stage], lane); }
+
   // The next page of the group that one of this consumer's queries picked, among the next `most`; others are passed by.
   __device__ __forceinline__ bool next_page(RingPosition<Traits::kStages>& at, StreamPage& page, int most) {
     for (int looked = 0; group_open && looked < most; ++looked) {
       at = ring;
       ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
-      page = shared.pages[at.stage];
+      page = read_page(at.stage);
       group_open = (page.mask & kLastOfGroup) == 0;
       ring.advance();
       if (members(page) != 0) return true;
@@ -239,7 +253,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
   while (true) {
     // -------- The next group: its first page is in the ring
     ptx::mbarrier_wait(&shared.k_ready[self.ring.stage], self.ring.phase);
-    const int work = shared.pages[self.ring.stage].work;
+    const int work = self.read_page(self.ring.stage).work;
     if (work == kNoWork) break;
     const int kv_head = work / p.groups;
     const int64_t slot = static_cast<int64_t>(work) * Traits::kGroupSize + number * RowTile::kQueries + warp;
