@@ -208,6 +208,15 @@ def test_verification(caplog):
     assert "pageweaver calls: {1: 2, 2: 2} fallbacks: {}" in caplog.text
 
 
+def test_no_verification_while_a_graph_is_captured(monkeypatch):
+    """It reads the device, which would break the capture."""
+    monkeypatch.setattr(step3, "_capturing", lambda tensor: True)
+    native, served = Native(), make(verify_every=1)
+    served(native, 1, make_call())
+    assert native.calls == 0
+    assert served.stats.calls_by_arm == {"pageweaver": 1}
+
+
 def test_compare_leaves_out_rows_that_sglang_has_not_finite():
     expected = torch.ones(3, 2, 4)
     out = expected.clone()
