@@ -47,7 +47,8 @@ def before_resolution(server_args: Any) -> None:
     """
     if problems := compat.verify_seams():
         raise compat.SeamError(compat.refusal(problems))
-    attention, decode = dense_backends(*compat.get_fields(server_args, *_FIELDS), load_config().dense_backend)
+    given = compat.get_fields(server_args, *_FIELDS)
+    attention, decode = dense_backends(given[0], given[1], given[2], load_config().dense_backend)
     (page_size,) = compat.get_fields(server_args, "page_size")
     _check_page_size(page_size if page_size is not None else PAGE_SIZE)
     compat.set_fields(
