@@ -40,6 +40,7 @@ class NativeArm(Arm):
 
     name = "native"
     description = "SGLang's own Step 3 as installed (Triton), tuned on the measured size"
+    max_nrms = 0.02
 
     def __init__(self) -> None:
         self.tuned: str | None = None
@@ -85,6 +86,10 @@ class NativeArm(Arm):
             cu_seqblocks_q=s.cu_seqlens,
             max_seqblock_q=s.max_seqlen_q,
         )
+
+    def notes(self) -> dict[str, Any]:
+        """What Triton chose."""
+        return {"tuned": self.tuned}
 
     def release(self) -> None:
         """Forget the inputs."""

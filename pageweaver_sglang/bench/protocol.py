@@ -33,10 +33,15 @@ class ArmUnavailable(RuntimeError):
 
 
 class Arm(ABC):
-    """One way to compute Step 3 (or one stage of it)."""
+    """One way to compute Step 3 (or one stage of it).
+
+    ``max_nrms`` is the NRMS against float64 on normally distributed inputs above which ``pageweaver bench`` refuses to
+    time the arm; the default is for FP8 arithmetic.
+    """
 
     name: str
     description: str
+    max_nrms: float = 0.05
 
     @abstractmethod
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
@@ -45,6 +50,10 @@ class Arm(ABC):
     @abstractmethod
     def call(self, index: int) -> torch.Tensor:
         """One whole call on input set ``index`` on the current stream, without a device synchronisation."""
+
+    def notes(self) -> dict[str, Any]:
+        """Remarks for the report, once prepared: what was chosen, what was done outside the call and its time."""
+        return {}
 
     @abstractmethod
     def release(self) -> None:
@@ -196,7 +205,7 @@ def measure(
             for index in range(protocol.warmup):
                 calls[arm.name](index % sets)
             clock.synchronize()
-        except RuntimeError as error:
+        except Exception as error:  # an arm is anybody's code: whatever it raises, the others go on
             calls.pop(arm.name, None)
             failed[arm.name] = first_line(error)
 
