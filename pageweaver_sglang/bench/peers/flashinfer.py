@@ -1,0 +1,204 @@
+"""FlashInfer's paged attention over one page list per query, by its XQA decode kernel and by its FA2 prefill kernel.
+
+Written for flashinfer-python 0.6.15 to 0.7.4, whose signatures agree in what is used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD, Step3Inputs
+from ..protocol import Arm, ArmUnavailable, first_line
+from .page_tables import PageTables
+
+_MIB = 1 << 20
+# XQA takes the batch in gridDim.z.
+_XQA_BATCH = 65535
+
+
+def _import(name: str) -> Any:
+    # FlashInfer's libraries expect the driver's symbols to be loaded already.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # an import that meets an unfit machine raises anything
+        raise ArmUnavailable(f"FlashInfer can't be imported ({first_line(error)})") from error
+
+
+class _FlashInferArm(Arm):
+    """What both kernels share: one call per KV head, since a request has one page list for all its KV heads."""
+
+    def prepare(self, sets: Sequence[Step3Inputs]) -> None:
+        """Find FlashInfer, make buffers, and build or load its kernel by a first call."""
+        self._load()
+        first = sets[0]
+        self._sets = sets
+        self._tables = [PageTables(s) for s in sets]
+        self._kv_heads = first.topk_idx.shape[0]
+        self._out = torch.empty_like(first.q, memory_format=torch.contiguous_format)
+        # Of one KV head: the kernels want contiguous queries and outputs, which a slice of several heads isn't.
+        self._part = torch.empty(
+            len(first.q), QUERY_HEADS_PER_KV_HEAD, HEAD_DIM, dtype=first.q.dtype, device=first.q.device
+        )
+        try:
+            self._ready()
+            self.call(0)
+            torch.cuda.synchronize()
+        except Exception as error:  # its builds and checks raise anything
+            raise ArmUnavailable(f"FlashInfer fails on this input ({first_line(error)})") from error
+
+    def call(self, index: int) -> torch.Tensor:
+        """Page lists, then attention, KV head by KV head."""
+        s, tables = self._sets[index], self._tables[index]
+        for head in range(self._kv_heads):
+            heads = slice(head * QUERY_HEADS_PER_KV_HEAD, (head + 1) * QUERY_HEADS_PER_KV_HEAD)
+            pages = tuple(
+                cache.unflatten(0, (-1, s.page_size))[:, :, head : head + 1] for cache in (s.k_cache, s.v_cache)
+            )
+            alone = self._kv_heads == 1
+            out = self._out if alone else self._part
+            self._attend(tables, head, s.q[:, heads].contiguous(), pages, out)
+            if not alone:
+                self._out[:, heads] = out
+        return self._out
+
+    def notes(self) -> dict[str, Any]:
+        """Whether the page lists needed sorting."""
+        return {"rows_sorted_in_call": not self._tables[0].ascending}
+
+    def release(self) -> None:
+        """Free the buffers."""
+        for name in ("_sets", "_tables", "_out", "_part"):
+            self.__dict__.pop(name, None)
+
+    def _load(self) -> None:
+        raise NotImplementedError
+
+    def _ready(self) -> None:
+        raise NotImplementedError
+
+    def _attend(
+        self, tables: PageTables, head: int, q: torch.Tensor, pages: tuple[torch.Tensor, ...], out: torch.Tensor
+    ) -> None:
+        raise NotImplementedError
+
+
+class XqaArm(_FlashInferArm):
+    """``xqa_batch_decode_with_kv_cache``: every query a decode request of its own. FP8 arithmetic, no host plan."""
+
+    name = "flashinfer-xqa"
+    description = "FlashInfer's XQA decode kernel, one request per query; page lists built in the call"
+
+    def _load(self) -> None:
+        self._function = _import("flashinfer.decode").xqa_batch_decode_with_kv_cache
+
+    def _ready(self) -> None:
+        # Zeroed: the first 8 MiB are semaphores; the rest is scratch for lists split over several CTAs.
+        self._workspace = torch.zeros(256 * _MIB, dtype=torch.uint8, device=self._out.device)
+
+    def _attend(
+        self, tables: PageTables, head: int, q: torch.Tensor, pages: tuple[torch.Tensor, ...], out: torch.Tensor
+    ) -> None:
+        table, count, tail = tables.build(head)
+        lengths = tables.tokens_of(count, tail)
+        for first in range(0, len(q), _XQA_BATCH):
+            part = slice(first, first + _XQA_BATCH)
+            self._function(
+                query=q[part],
+                kv_cache=pages,
+                workspace_buffer=self._workspace,
+                block_tables=table[part],
+                seq_lens=lengths[part],
+                max_seq_len=table.shape[1] * pages[0].shape[1],
+                bmm1_scale=HEAD_DIM**-0.5,
+                bmm2_scale=1.0,
+                out=out[part],
+                kv_layout="NHD",
+            )
+
+    def release(self) -> None:
+        """Free the buffers."""
+        super().release()
+        self.__dict__.pop("_workspace", None)
+
+
+class Fa2Arm(_FlashInferArm):
+    """``BatchPrefillWithPagedKVCacheWrapper`` with its FA2 kernel: every query a request of one token. BF16 arithmetic.
+
+    Its plan is made on the host from the *numbers* of pages. Those hold for all layers of a chunk as long as every
+    query has as many pages in each; so it is made once, timed apart, and the call overwrites the page indices.
+    """
+
+    name = "flashinfer-fa2"
+    description = "FlashInfer's FA2 paged prefill, one request per query; page lists built in the call, host plan apart"
+    max_nrms = 0.02
+
+    def _load(self) -> None:
+        self._wrapper_class = _import("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
+
+    def _ready(self) -> None:
+        self._float_space = torch.empty(128 * _MIB, dtype=torch.uint8, device=self._out.device)
+        self._plans = [self._plan(head) for head in range(self._kv_heads)]
+        self.call(0)  # builds the kernel
+        seconds = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._plans = [self._plan(head) for head in range(self._kv_heads)]
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        self._plan_ms = statistics.median(seconds) * 1e3
+
+    def _plan(self, head: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """A planned wrapper, the indices buffer that it reads, and where in the table each index stands."""
+        table, count, tail = self._tables[0].build(head)
+        tokens, k = table.shape
+        filled = torch.arange(k, device=table.device) < count[:, None]
+        places = filled.flatten().nonzero().flatten()
+        indices = table.flatten()[places]
+        start = torch.zeros(tokens + 1, dtype=torch.int32, device=table.device)
+        start[1:] = count.cumsum(0)
+        wrapper = self._wrapper_class(self._float_space, "NHD", backend="fa2")
+        wrapper.plan(
+            torch.arange(tokens + 1, dtype=torch.int32, device=table.device),
+            start,
+            indices,
+            tail,
+            QUERY_HEADS_PER_KV_HEAD,
+            1,
+            HEAD_DIM,
+            self._sets[0].page_size,
+            causal=False,
+            sm_scale=HEAD_DIM**-0.5,
+            q_data_type=self._out.dtype,
+            kv_data_type=self._sets[0].k_cache.dtype,
+            disable_split_kv=True,
+        )
+        return wrapper, wrapper._paged_kv_indices_buf, places
+
+    def _attend(
+        self, tables: PageTables, head: int, q: torch.Tensor, pages: tuple[torch.Tensor, ...], out: torch.Tensor
+    ) -> None:
+        wrapper, indices, places = self._plans[head]
+        table, _, _ = tables.build(head)
+        torch.index_select(table.flatten(), 0, places, out=indices)
+        wrapper.run(q, pages, out=out)
+
+    def notes(self) -> dict[str, Any]:
+        """The host plan's time, which the call does not contain."""
+        return {**super().notes(), "plan_ms": self._plan_ms}
+
+    def release(self) -> None:
+        """Free the buffers and the plans."""
+        super().release()
+        for name in ("_float_space", "_plans"):
+            self.__dict__.pop(name, None)

@@ -1,0 +1,90 @@
+"""One page list per query, as paged-attention kernels want it: physical pages, the query's own page last.
+
+Such kernels know no causal mask inside a list of one query: all pages but the last count as full, and the list's length
+in tokens says where the last one ends. So pages behind the query are left out, and its own page comes last.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pageweaver_sglang.reference.layout import per_token, positions
+
+from ..inputs import Step3Inputs
+from ..protocol import ArmUnavailable
+
+_NO_PAGE = torch.iinfo(torch.int32).max
+
+
+class PageTables:
+    """Builds the lists of one input set on its device; what depends on lengths alone is made once, as a server would.
+
+    Attributes:
+        ascending: every row is ascending, distinct, ends with the query's own page and has -1 only behind it, as
+            SGLang's indexer writes it; then nothing gets sorted. Found out beforehand: no arm pays for generality.
+        lowest: fewest pages in a list.
+
+    Raises:
+        ArmUnavailable: a query sees nothing, so that its list would be empty.
+    """
+
+    def __init__(self, inputs: Step3Inputs) -> None:
+        self._topk, self._page_size = inputs.topk_idx, inputs.page_size
+        tokens = inputs.topk_idx.shape[1]
+        bounds = inputs.cu_seqlens.tolist()
+        requests = torch.arange(len(inputs.slot_ids), device=inputs.slot_ids.device)
+        self._request = per_token(bounds, tokens, requests, 0)[:, None]
+        position = positions(bounds, tokens, inputs.prefix_lens)
+        limit = torch.minimum(position, per_token(bounds, tokens, inputs.seq_lens, 0) - 1)
+        self._own = (limit.clamp(min=0) // self._page_size).to(torch.int32)
+        self._visible = limit >= 0
+        self._tail = (limit.clamp(min=0) % self._page_size + 1).to(torch.int32)
+        # Physical page of every logical page of every request: what any paged backend keeps per batch.
+        self._pages = inputs.req_to_token[inputs.slot_ids.long(), :: self._page_size] // self._page_size
+        self.ascending = bool(self._rows_are_ascending())
+        self._repeats = not self.ascending and bool(self._has_repeats())
+        self.lowest = min(int(self._sorted(head)[1].min()) for head in range(len(self._topk))) if tokens else 0
+        if self.lowest == 0:
+            raise ArmUnavailable("a query sees nothing, and this kernel takes no empty page list")
+
+    def build(self, kv_head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The lists of one KV head, by device operations of static shape.
+
+        Returns:
+            physical pages int32 ``[tokens, k]`` (page of logical page 0 behind a list), pages per list int32
+            ``[tokens]``, and visible tokens of a list's last page int32 ``[tokens]``.
+        """
+        if self.ascending:
+            ids = self._topk[kv_head]
+            count = (ids >= 0).sum(1, dtype=torch.int32)
+            return self._pages[self._request, ids.clamp(min=0)], count, self._tail
+        ids, count = self._sorted(kv_head)
+        last = ids.gather(1, (count - 1).clamp(min=0).long()[:, None]).squeeze(1)
+        tail = torch.where(last == self._own, self._tail, self._page_size)
+        return self._pages[self._request, ids.masked_fill(ids == _NO_PAGE, 0)], count, tail
+
+    def tokens_of(self, count: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+        """Visible tokens of lists of ``count`` pages whose last one ends after ``tail`` tokens, int32."""
+        return (count - 1) * self._page_size + tail
+
+    def _sorted(self, kv_head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distinct visible pages of each query, ascending, then a large number; and how many."""
+        ids = self._topk[kv_head]
+        hidden = (ids < 0) | (ids > self._own[:, None]) | ~self._visible[:, None]
+        ids = ids.masked_fill(hidden, _NO_PAGE).sort(dim=1).values
+        if self._repeats:
+            repeated = torch.zeros_like(ids, dtype=torch.bool)
+            repeated[:, 1:] = ids[:, 1:] == ids[:, :-1]
+            ids = ids.masked_fill(repeated, _NO_PAGE).sort(dim=1).values
+        return ids, (ids != _NO_PAGE).sum(1, dtype=torch.int32)
+
+    def _has_repeats(self) -> torch.Tensor:
+        ids = self._topk.sort(dim=2).values
+        return ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any()
+
+    def _rows_are_ascending(self) -> torch.Tensor:
+        """No -1 before an id, ids strictly ascending, and the last one the query's own page."""
+        ids = self._topk
+        behind = ids[..., 1:] < 0
+        step = behind | ((ids[..., :-1] >= 0) & (ids[..., 1:] > ids[..., :-1]))
+        return step.all() & (ids.amax(2) == self._own).all() & self._visible.all()
