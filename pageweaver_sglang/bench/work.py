@@ -1,0 +1,100 @@
+"""What a Step 3 call has to do, whoever does it: visible keys, useful arithmetic, and the pages that an arm loads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import pageweaver_sglang as pw
+from pageweaver_sglang.reference.layout import page_counts, per_token, positions, support_sets
+
+from .inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD
+from .orders import FoundOrder
+from .peers.page_pair.pairing import PairPlan
+
+PAGE_BYTES_PER_TOKEN = 2 * HEAD_DIM
+"""Bytes of K and V of one token and KV head (FP8)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one call: (query, KV head, page) triples that count, and the keys in them that queries see.
+
+    ``flops`` are the useful ones: two products with every visible key for each of 16 query heads, nothing masked.
+    """
+
+    picks: int
+    visible_keys: int
+    page_size: int
+
+    @property
+    def flops(self) -> int:
+        """Useful floating-point operations."""
+        return 4 * HEAD_DIM * QUERY_HEADS_PER_KV_HEAD * self.visible_keys
+
+
+@dataclass(frozen=True)
+class PageCount:
+    """Pages that an arm loads: ``visits``; ``rounds``, (page, quad of queries) pairs with a member; ``reuse``, how many
+    queries use a loaded page on average. ``rounds`` is None where queries don't come in quads.
+    """
+
+    visits: int
+    rounds: int | None
+    reuse: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def work_of(workload: pw.Workload) -> Work:
+    """Count a workload's picks and visible keys; pages wholly behind a query count as neither."""
+    w = workload
+    tokens = w.topk_idx.shape[1]
+    bounds = w.cu_seqlens.tolist()
+    limit = torch.minimum(positions(bounds, tokens, w.prefix_lens), per_token(bounds, tokens, w.seq_lens, 0) - 1)
+    supports = support_sets(w.topk_idx, page_counts(bounds, tokens, w.seq_lens, w.page_size))
+    keys = (limit[:, None] + 1 - supports * w.page_size).clamp(min=0, max=w.page_size).masked_fill(supports < 0, 0)
+    return Work(int((keys > 0).sum()), int(keys.sum()), w.page_size)
+
+
+def union_count(workload: pw.Workload, perm: torch.Tensor | None, group_size: int) -> PageCount:
+    """Pages loaded by groups of ``group_size`` in an order, by the reference engine's union plan."""
+    w = workload
+    plan = pw.prepare_unions(
+        w.topk_idx, perm, w.cu_seqlens, w.seq_lens, w.prefix_lens, group_size=group_size, page_size=w.page_size
+    )
+    return PageCount(plan.visits(), plan.rounds(), plan.reuse())
+
+
+def per_query_count(work: Work) -> PageCount:
+    """Pages loaded when every query loads its own."""
+    return PageCount(work.picks, None, 1.0 if work.picks else 0.0)
+
+
+def pair_count(work: Work, plan: PairPlan) -> PageCount:
+    """Pages loaded by page-pair's tiles."""
+    visits = plan.visits()
+    return PageCount(visits, None, work.picks / visits if visits else 0.0)
+
+
+def count_all(workload: pw.Workload, orders: dict[str, FoundOrder], plan: PairPlan) -> dict[str, PageCount]:
+    """Counts by key: ``per-query``, ``ORDER-8`` for every order, ``original-4`` and ``page-pair``."""
+    work = work_of(workload)
+    counts = {"per-query": per_query_count(work), "original-4": union_count(workload, None, 4)}
+    counts |= {f"{name}-8": union_count(workload, order.perm, 8) for name, order in orders.items()}
+    return {**counts, "page-pair": pair_count(work, plan)}
+
+
+def rates(work: Work, visits: int, milliseconds: float) -> dict[str, float]:
+    """Bytes of K and V delivered to the cores, their rate, and the rate of useful arithmetic."""
+    delivered = visits * work.page_size * PAGE_BYTES_PER_TOKEN
+    seconds = milliseconds / 1e3
+    return {
+        "bytes_delivered": delivered,
+        "effective_tb_s": delivered / seconds / 1e12,
+        "effective_tflops": work.flops / seconds / 1e12,
+    }
