@@ -1,0 +1,1 @@
+"""What a run leaves behind: JSON files, PNG plots, and one HTML file that needs nothing else."""

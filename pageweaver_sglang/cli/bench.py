@@ -1,0 +1,243 @@
+"""``pageweaver bench``: every arm over the same inputs in one run, checked before it is timed, with a report."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+import pageweaver_sglang as pw
+from pageweaver_sglang.bench import environment
+from pageweaver_sglang.bench.protocol import ArmUnavailable, Protocol
+from pageweaver_sglang.bench.report import files, page, plots
+from pageweaver_sglang.bench.screening import load_for_bench
+from pageweaver_sglang.bench.statistics import compare_runs
+from pageweaver_sglang.bench.workloads import WorkloadNotFound, find_workload, workload_names
+
+from . import bench_tables as tables
+from .demo import describe_workload, sentence
+from .output import make_console
+
+HELP = """measure every arm on one or more workloads and write a report
+Needs an H100 or H200; --reference counts pages on any machine instead. Every arm is compared with a float64
+reference before it is timed; one that is off is refused, one that can't run says why. PageWeaver's own arms must run.
+Writes arms-WORKLOAD.json, PNG plots and report.html to the output folder.
+Exit code 0: all is well. 1: a check failed. 2: nothing could be measured (bad workload, no such GPU, bad file)."""
+
+DEFAULT_WORKLOAD = "ctx64k_a"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``pageweaver bench``."""
+    known = ", ".join(workload_names())
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="WORKLOAD",
+        help=f"{known}, or .npz files (default: {DEFAULT_WORKLOAD}); with --report-only: JSON files",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--reference", action="store_true", help="count pages only, with the reference engine, on any machine"
+    )
+    what.add_argument("--report-only", action="store_true", help="rebuild the report from JSON files of earlier runs")
+    what.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="how far the ratios of two runs differ"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench-results"),
+        metavar="DIR",
+        help="folder to write to (default: %(default)s)",
+    )
+    parser.add_argument("--arms", type=_names, metavar="A,B", help="only these arms (a wrong name lists them all)")
+    parser.add_argument(
+        "--rounds", type=_positive, default=Protocol.rounds, help="rounds per arm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--calls", type=_positive, default=Protocol.calls, help="calls per round (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=_positive, default=256, help="queries compared with float64 (default: %(default)s)"
+    )
+    parser.add_argument("--full", action="store_true", help="compare all queries with float64 (minutes)")
+    parser.add_argument("--seed", type=int, default=0, help="of random Q, K, V and of samples (default: %(default)s)")
+    parser.add_argument("--commit", help="commit to note in the report, for a copy of the sources without its history")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+_positive.__name__ = "positive integer"  # what argparse calls it in its message
+
+
+def _names(text: str) -> tuple[str, ...]:
+    from pageweaver_sglang.bench.catalogue import arm_names
+
+    names, known = tuple(name for name in text.split(",") if name), arm_names()
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(f"no arm {', '.join(unknown) or text!r}; the arms are {', '.join(known)}")
+    return names
+
+
+class _Refused(Exception):
+    """Nothing can be measured; the message says why."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark, or rebuild or compare reports; returns the exit code."""
+    console, errors = make_console(), Console(stderr=True)
+    try:
+        if arguments.compare:
+            return compare_reports(arguments.compare, console)
+        if arguments.report_only:
+            if not arguments.inputs:
+                raise _Refused("--report-only needs JSON files of earlier runs")
+            reports = files.read_reports([Path(name) for name in arguments.inputs])
+            write_outputs(reports, arguments.out, console)
+            return 0
+        return measure_all(arguments, console)
+    except (_Refused, WorkloadNotFound, ValueError, OSError) as error:
+        errors.print(f"pageweaver bench: {error}", style="red", markup=False, highlight=False)
+        return 2
+
+
+def load_all(names: Sequence[str]) -> list[tuple[str, pw.Workload]]:
+    """Read and check every workload before anything runs; name (of a recorded one) or path, and contents."""
+    loaded = []
+    for given in names or [DEFAULT_WORKLOAD]:
+        path = find_workload(given)
+        loaded.append((path.stem if path.stem in workload_names() else str(path), load_for_bench(path)))
+    stems = [Path(name).stem for name, _ in loaded]
+    twice = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if twice:
+        raise _Refused(f"two workloads are called {', '.join(twice)}: their reports would overwrite each other")
+    return loaded
+
+
+def measure_all(arguments: argparse.Namespace, console: Console) -> int:
+    """Measure (or count) every workload, write as it goes, and build the report."""
+    workloads = load_all(arguments.inputs)
+    ceilings, build_seconds = None, None
+    if not arguments.reference:
+        build_seconds = prepare_gpu()
+        from pageweaver_sglang.bench.ceilings import measure_ceilings
+
+        with console.status("Measuring what this GPU can do at best"):
+            ceilings = measure_ceilings()
+    reports = []
+    for name, workload in workloads:
+        sizes = describe_workload(name, workload)
+        console.print(f"[bold]Workload {escape(name)}[/]: {sentence(sizes)}")
+        found = (
+            count_one(workload, name, console)
+            if arguments.reference
+            else measure_one(workload, name, arguments, console)
+        )
+        report = {
+            "format": found.pop("format"),
+            "environment": environment.describe(arguments.commit),
+            "seed": arguments.seed,
+            "workload": sizes,
+            **({} if arguments.reference else {"ceilings": ceilings, "kernel_build_s": build_seconds}),
+            **found,
+        }
+        reports.append(report)
+        for table in tables.tables_of(report):
+            console.print(table)
+        for failure in report["failures"]:
+            console.print(f"FAILED: {failure}", style="bold red", markup=False)
+        console.print(f"Everything: {files.write_report(report, arguments.out)}", markup=False, highlight=False)
+    write_outputs(reports, arguments.out, console)
+    return 1 if any(report["failures"] for report in reports) else 0
+
+
+def prepare_gpu() -> float:
+    """Build PageWeaver's kernels; returns the seconds it took. Raises :class:`_Refused` where this machine can't."""
+    from pageweaver_sglang.bench import arms, compare
+
+    reason = compare.unusable_gpu()
+    if reason is not None:
+        raise _Refused(f"{reason} --reference compares the arms' page counts on any machine.")
+    try:
+        return arms.build_kernels()
+    except ArmUnavailable as error:
+        raise _Refused(f"{error}.") from error
+
+
+def count_one(workload: pw.Workload, name: str, console: Console) -> dict[str, Any]:
+    """The logical comparison of one workload."""
+    from pageweaver_sglang.bench.logical import logical_report
+
+    with console.status("Finding orders and counting pages"):
+        logical = logical_report(workload, name)
+    failures = [f"count {difference}" for difference in logical["differences"] or []]
+    return {"format": files.FORMATS[1], "logical": logical, "failures": failures}
+
+
+def measure_one(workload: pw.Workload, name: str, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """One workload on the GPU, with a progress bar."""
+    from pageweaver_sglang.bench.suite import Progress, Settings, run_workload
+
+    settings = Settings(
+        protocol=Protocol(arguments.rounds, arguments.calls),
+        rows=None if arguments.full else arguments.rows,
+        seed=arguments.seed,
+        arms=arguments.arms,
+    )
+    with tables.progress_bar(console) as bar:
+        task = bar.add_task("", total=None)
+        stage = [""]
+
+        def on_stage(text: str, steps: int) -> None:
+            stage[0] = text
+            bar.reset(task, total=steps, description=text)
+
+        def on_step(name: str) -> None:
+            bar.update(task, advance=1, description=f"{stage[0]}: {name}")
+
+        return run_workload(workload, name, settings, Progress(on_stage, on_step))
+
+
+def write_outputs(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """PNG plots and the HTML report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = plots.all_figures(reports)
+    if not figures:
+        console.print(plots.missing() or "There is nothing to plot.", markup=False, highlight=False)
+    for name, png in figures.items():
+        target = folder / "plots" / f"{name}.png"
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(png)
+    target = folder / "report.html"
+    target.write_text(page.build_page(reports, figures))
+    console.print(f"Report: {target} ({target.stat().st_size / 1e6:.2f} MB)", markup=False, highlight=False)
+
+
+def compare_reports(paths: Sequence[Path], console: Console) -> int:
+    """Print how far two runs' ratios differ."""
+    first, second = files.read_reports(paths)
+    for path, report in zip(paths, (first, second), strict=True):
+        if "arms" not in report:
+            raise _Refused(f"{path} holds counts only, no timings")
+    found = compare_runs(first, second)
+    console.print(tables.comparison_table(found))
+    for name in found["only_in_one"]:
+        console.print(f"{name} was timed in one of the two runs only", markup=False, highlight=False)
+    name = first["workload"]["name"]
+    console.print(
+        f"{name}: ratios to {found['base']} differ by at most {found['largest']:.2%} between the two runs",
+        markup=False,
+        highlight=False,
+    )
+    return 0
