@@ -7,7 +7,7 @@ Every query picks up to ``k`` distinct pages that it can see:
 3. the selection of its *type*, a list of pages that changes slowly: from one query of a type to the next, each page
    is exchanged with probability ``drift``; and each is replaced, for this one query only, with probability ``noise``.
 
-Exchanged and replaced pages are drawn evenly from all that are visible. Types interleave: a type serves ``run``
+Exchanged and replaced pages are drawn evenly from all that are visible. Types interleave: a type serves ``streak``
 queries in a row, then comes the next (``cyclic``) or any (``random``). With ``paired`` the selection holds fixed pairs
 of pages instead, each pair picked as a whole: queries that are far apart then share pairs of pages while neighbours
 share little, which favours pairing pages over grouping queries.
@@ -48,7 +48,7 @@ class Recipe:
     """Probability that a page of the selection is replaced for one query."""
     types: int = 1
     """Query types that interleave."""
-    run: int = 1
+    streak: int = 1
     """Queries of one type in a row."""
     interleave: Literal["cyclic", "random"] = "cyclic"
     hot: int = 10
@@ -70,7 +70,7 @@ class Recipe:
             ("k", 1, 1024),
             ("page_size", 1, 1 << 20),
             ("types", 1, 1 << 20),
-            ("run", 1, _INT32_MAX),
+            ("streak", 1, _INT32_MAX),
             ("hot", 0, 1024),
             ("local", 0, self.k),
             ("seed", 0, 2**63 - 1),
@@ -110,11 +110,11 @@ def _check_type(name: str, value: object, hint: object) -> None:
 PRESETS: dict[str, tuple[str, Recipe]] = {
     "ctx64k": (
         "last chunk of a 64K prompt; near the recorded ctx64k_a",
-        Recipe(requests=((15272, 49152),), drift=0.03, noise=0.22, types=2, run=3, interleave="random", hot=10),
+        Recipe(requests=((15272, 49152),), drift=0.03, noise=0.22, types=2, streak=3, interleave="random", hot=10),
     ),
     "flat": (
         "like it, but neighbours already agree: little to gain by regrouping",
-        Recipe(requests=((15272, 49152),), drift=0.02, noise=0.21, types=2, run=12, interleave="random", hot=10),
+        Recipe(requests=((15272, 49152),), drift=0.02, noise=0.21, types=2, streak=12, interleave="random", hot=10),
     ),
     "mixed": (
         "like it, with interleaved query types: much to gain by regrouping",
@@ -123,7 +123,7 @@ PRESETS: dict[str, tuple[str, Recipe]] = {
     "first-chunk": (
         "16K prompt without a prefix; near the recorded ctx16k",
         Recipe(
-            requests=((16384, 0),), drift=0.01, noise=0.15, types=2, run=6, interleave="random", hot=6, hot_share=0.4
+            requests=((16384, 0),), drift=0.01, noise=0.15, types=2, streak=6, interleave="random", hot=6, hot_share=0.4
         ),
     ),
     "packed": (
@@ -133,7 +133,7 @@ PRESETS: dict[str, tuple[str, Recipe]] = {
             drift=0.03,
             noise=0.22,
             types=2,
-            run=3,
+            streak=3,
             interleave="random",
         ),
     ),
@@ -207,11 +207,11 @@ def _selection(recipe: Recipe, own: np.ndarray, shared: int, random: np.random.G
         random: where numbers come from.
     """
     length = len(own)
-    runs = np.arange(length) // recipe.run
+    streaks = np.arange(length) // recipe.streak
     if recipe.interleave == "random":
-        kinds = random.integers(0, recipe.types, runs[-1] + 1)[runs]
+        kinds = random.integers(0, recipe.types, streaks[-1] + 1)[streaks]
     else:
-        kinds = runs % recipe.types
+        kinds = streaks % recipe.types
     # Queries of one type in a row: a page stays until the row where it is exchanged, and a type starts with new ones.
     by_kind = np.argsort(kinds, kind="stable")
     units = recipe.k if recipe.paired else 2 * recipe.k
