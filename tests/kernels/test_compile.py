@@ -49,6 +49,14 @@ def test_registers_and_shared_memory(build_log):
 
 
 @needs_nvcc
+def test_stream_kernel_starts_with_the_registers_that_it_deals_out(build_log):
+    """With fewer a thread, the last warpgroup would wait for ever for registers that nobody gives back."""
+    (kernel,) = [k for k in report.resource_report(build_log) if k.name.startswith("stream_attention_kernel")]
+    source = (loader.kernels_dir() / "stream.cuh").read_text()
+    assert f"kLaunchRegisters = {kernel.registers};" in source
+
+
+@needs_nvcc
 def test_no_serialised_wgmma_and_no_warnings(build_log):
     assert report.serialised_wgmma(build_log) == []
     assert "warning" not in build_log.lower()
