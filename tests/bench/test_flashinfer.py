@@ -55,7 +55,15 @@ def test_lists_are_the_naive_ones(name):
 
 
 def test_rows_as_the_indexer_writes_them_are_not_sorted(monkeypatch):
-    assert PageTables(inputs_of_case("tail")).ascending
+    assert PageTables(inputs_of_case("tail")).own_last
+    without_own = inputs_of_case("tail")
+    without_own.topk_idx[..., 1:] = torch.where(without_own.topk_idx[..., 1:] >= 20, -1, without_own.topk_idx[..., 1:])
+    tables = PageTables(without_own)
+    assert (tables.ascending, tables.own_last) == (True, False)
+    table, count, tail = tables.build(0)
+    lengths = tables.tokens_of(count, tail).tolist()
+    found = [(row[:n], length) for row, n, length in zip(table.tolist(), count.tolist(), lengths, strict=True)]
+    assert found == naive_lists(without_own, 0)
     assert not PageTables(inputs_of_case("unsorted")).ascending
     assert not PageTables(inputs_of_case("duplicates")).ascending
     tables = PageTables(inputs_of_case("packed"))

@@ -45,7 +45,7 @@ class _FlashInferArm(Arm):
         self._tables = [PageTables(s) for s in sets]
         self._kv_heads = first.topk_idx.shape[0]
         self._out = torch.empty_like(first.q, memory_format=torch.contiguous_format)
-        # Of one KV head: the kernels want contiguous queries and outputs, which a slice of several heads isn't.
+        # Of one KV head: the kernels want contiguous outputs, which a slice of several heads isn't.
         self._part = torch.empty(
             len(first.q), QUERY_HEADS_PER_KV_HEAD, HEAD_DIM, dtype=first.q.dtype, device=first.q.device
         )
@@ -66,7 +66,7 @@ class _FlashInferArm(Arm):
             )
             alone = self._kv_heads == 1
             out = self._out if alone else self._part
-            self._attend(tables, head, s.q[:, heads].contiguous(), pages, out)
+            self._attend(tables, head, s.q[:, heads], pages, out)
             if not alone:
                 self._out[:, heads] = out
         return self._out
@@ -110,6 +110,7 @@ class XqaArm(_FlashInferArm):
     ) -> None:
         table, count, tail = tables.build(head)
         lengths = tables.tokens_of(count, tail)
+        q = q.contiguous()
         for first in range(0, len(q), _XQA_BATCH):
             part = slice(first, first + _XQA_BATCH)
             self._function(

@@ -20,8 +20,9 @@ class PageTables:
     """Builds the lists of one input set on its device; what depends on lengths alone is made once, as a server would.
 
     Attributes:
-        ascending: every row is ascending, distinct, ends with the query's own page and has -1 only behind it, as
-            SGLang's indexer writes it; then nothing gets sorted. Found out beforehand: no arm pays for generality.
+        ascending: every row is ascending and distinct, holds no page behind the query, and -1 only at its end; then
+            nothing gets sorted. Found out beforehand, so that no arm pays for a generality that the input doesn't need.
+        own_last: moreover every row ends with the query's own page, as SGLang's indexer writes it.
         lowest: fewest pages in a list.
 
     Raises:
@@ -42,6 +43,7 @@ class PageTables:
         # Physical page of every logical page of every request: what any paged backend keeps per batch.
         self._pages = inputs.req_to_token[inputs.slot_ids.long(), :: self._page_size] // self._page_size
         self.ascending = bool(self._rows_are_ascending())
+        self.own_last = self.ascending and bool((inputs.topk_idx.amax(2) == self._own).all())
         self._repeats = not self.ascending and bool(self._has_repeats())
         self.lowest = min(int(self._sorted(head)[1].min()) for head in range(len(self._topk))) if tokens else 0
         if self.lowest == 0:
@@ -57,11 +59,14 @@ class PageTables:
         if self.ascending:
             ids = self._topk[kv_head]
             count = (ids >= 0).sum(1, dtype=torch.int32)
-            return self._pages[self._request, ids.clamp(min=0)], count, self._tail
-        ids, count = self._sorted(kv_head)
+            table = self._pages[self._request, ids.clamp(min=0)]
+        else:
+            ids, count = self._sorted(kv_head)
+            table = self._pages[self._request, ids.masked_fill(ids == _NO_PAGE, 0)]
+        if self.own_last:
+            return table, count, self._tail
         last = ids.gather(1, (count - 1).clamp(min=0).long()[:, None]).squeeze(1)
-        tail = torch.where(last == self._own, self._tail, self._page_size)
-        return self._pages[self._request, ids.masked_fill(ids == _NO_PAGE, 0)], count, tail
+        return table, count, torch.where(last == self._own, self._tail, self._page_size)
 
     def tokens_of(self, count: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
         """Visible tokens of lists of ``count`` pages whose last one ends after ``tail`` tokens, int32."""
@@ -83,8 +88,7 @@ class PageTables:
         return ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any()
 
     def _rows_are_ascending(self) -> torch.Tensor:
-        """No -1 before an id, ids strictly ascending, and the last one the query's own page."""
+        """No -1 before an id, ids strictly ascending, none behind the query's own page."""
         ids = self._topk
-        behind = ids[..., 1:] < 0
-        step = behind | ((ids[..., :-1] >= 0) & (ids[..., 1:] > ids[..., :-1]))
-        return step.all() & (ids.amax(2) == self._own).all() & self._visible.all()
+        step = (ids[..., 1:] < 0) | ((ids[..., :-1] >= 0) & (ids[..., 1:] > ids[..., :-1]))
+        return step.all() & (ids <= self._own[:, None]).all() & self._visible.all()

@@ -150,8 +150,8 @@ def saving_figure(reports: Sequence[Report]) -> bytes | None:
 
 
 def interleaved(reports: Sequence[Report]) -> list[Report]:
-    """Reports on the sets that are made to favour page-pair, by their names; all reports where there is none."""
-    return [report for report in reports if "interleaved" in short_name(report)] or list(reports)
+    """Reports on the sets that favour page-pair, by the names of ``make-workload``'s presets; all where there is none."""
+    return [report for report in reports if short_name(report).startswith("page-pair")] or list(reports)
 
 
 def page_pair_figure(reports: Sequence[Report]) -> bytes | None:
