@@ -117,7 +117,8 @@ def load_all(names: Sequence[str]) -> list[tuple[str, pw.Workload]]:
     loaded = []
     for given in names or [DEFAULT_WORKLOAD]:
         path = find_workload(given)
-        loaded.append((path.stem if path.stem in workload_names() else str(path), load_for_bench(path)))
+        recorded = path.stem in (given, *workload_names())
+        loaded.append((path.stem if recorded else str(path), load_for_bench(path)))
     stems = [Path(name).stem for name, _ in loaded]
     twice = sorted({stem for stem in stems if stems.count(stem) > 1})
     if twice:

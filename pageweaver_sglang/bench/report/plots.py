@@ -150,7 +150,7 @@ def saving_figure(reports: Sequence[Report]) -> bytes | None:
 
 
 def interleaved(reports: Sequence[Report]) -> list[Report]:
-    """Reports on the sets that favour page-pair, by the names of ``make-workload``'s presets; all where there is none."""
+    """Reports on the sets that favour page-pair, named like ``make-workload``'s presets; all where there is none."""
     return [report for report in reports if short_name(report).startswith("page-pair")] or list(reports)
 
 
