@@ -101,7 +101,10 @@ void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_se
   check_cuda(pw::launch_union_prep(data<const int32_t>(topk_idx), topk_idx.stride(0), topk_idx.stride(1), topk_idx.size(0),
                                    topk_idx.size(2), data_or_null<int32_t>(perm),
                                    lengths_of(cu_seqlens, prefix_lens, seq_lens, topk_idx.size(1)), data_or_null<int32_t>(req_to_token),
-                                   req_to_token.has_value() ? req_to_token.value().stride(0) : 0, data_or_null<void>(slot_ids),
+                                   req_to_token.has_value() ? req_to_token.value().stride(0) : 0,
+                                   req_to_token.has_value() ? static_cast<int>(req_to_token.value().size(0)) : 0,
+                                   req_to_token.has_value() ? static_cast<int>(req_to_token.value().size(1)) : 0,
+                                   data_or_null<void>(slot_ids),
                                    wide_slot_ids, num_pool_pages, window, queries.size(2), page_size, plan, pages.size(1), pages.size(2),
                                    current_stream(topk_idx)),
              "union_prep");

@@ -200,13 +200,14 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       ptx::mbarrier_wait(&shared.slot_free[s], parity);
       load_page(i + Traits::kStages);
     }
+    __syncwarp();  // the producer's warp is whole again before the next wgmma
   }
   ptx::wgmma_wait<0>();
   ptx::pin_registers(o);
 
   if (query >= 0) write_query(p, o, state, query, kv_head, lane);
-  if constexpr (Traits::kClusterSize > 1) {  // the peer may still arrive at this CTA's barriers
-    ptx::cluster_arrive_relaxed();
+  if constexpr (Traits::kClusterSize > 1) {  // the peer may still arrive at this CTA's barriers, or copy into its slots
+    ptx::cluster_arrive();  // after this CTA's last arrivals at the peer's barriers
     ptx::cluster_wait();
   }
 }

@@ -46,8 +46,9 @@ struct PlanPtrs {
 
 // Where the tokens of a request lie in the KV pool.
 struct TokenMap {
-  const int32_t* req_to_token;  // [.., req_stride] cache slot of (request slot, position), or null
-  int64_t req_stride;
+  const int32_t* req_to_token;  // [rows, positions] cache slot of (request slot, position), or null
+  int64_t req_stride;           // between rows
+  int rows, positions;          // of req_to_token: what may be read
   const void* slot_ids;  // [requests] int32 or int64: row of req_to_token
   bool slot_ids_are_int64;
   int num_pool_pages;
@@ -97,7 +98,7 @@ __device__ inline void sort_keys(uint32_t (&keys)[kKeysPerLane]) {
 // Physical page of a logical one; -1 when it is not one aligned page of the pool.
 __device__ inline int physical_page(const TokenMap& map, const int32_t* row, int page, int page_size) {
   const int64_t position = static_cast<int64_t>(page) * page_size;
-  if (row == nullptr || position >= map.req_stride) return -1;
+  if (row == nullptr || position >= map.positions) return -1;
   const int slot = __ldg(row + position);
   if (slot < 0 || slot % page_size != 0) return -1;
   return slot / page_size < map.num_pool_pages ? slot / page_size : -1;
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
     members = min(group_size, window_end - group_begin);
   }
   if (attends) {
-    sequence = sequence_length(lengths, at);
+    sequence = max(sequence_length(lengths, at), 0);
     prefix = lengths.prefix_lens[at.request];
     pages = min(ceil_div(sequence, page_size), kMaxPages);
   }
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
   if (plan.slots != nullptr && map.req_to_token != nullptr && attends) {
     const int64_t id = map.slot_ids_are_int64 ? static_cast<const int64_t*>(map.slot_ids)[at.request]
                                               : static_cast<const int32_t*>(map.slot_ids)[at.request];
-    if (id >= 0) row = map.req_to_token + id * map.req_stride;
+    if (id >= 0 && id < map.rows) row = map.req_to_token + id * map.req_stride;
   }
   if (lane == 0) plan.counts[plan_row] = count;
 #pragma unroll
@@ -206,7 +207,8 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
 // be null. A sequence has fewer than 2^29 - 1 pages. Asynchronous; reads nothing on the host.
 inline cudaError_t launch_union_prep(const int32_t* topk, int64_t topk_head_stride, int64_t topk_row_stride,
                                      int kv_heads, int k, const int32_t* perm, Lengths lengths,
-                                     const int32_t* req_to_token, int64_t req_stride, const void* slot_ids,
+                                     const int32_t* req_to_token, int64_t req_stride, int req_rows, int req_positions,
+                                     const void* slot_ids,
                                      bool slot_ids_are_int64, int num_pool_pages, int window, int group_size,
                                      int page_size, PlanPtrs plan, int groups, int max_union, cudaStream_t stream) {
   if (k < 0 || k > kMaxTopk || window < 1 || group_size < 1 || group_size > kMaxUnionGroup || page_size < 1 ||
@@ -215,7 +217,7 @@ inline cudaError_t launch_union_prep(const int32_t* topk, int64_t topk_head_stri
   if (kv_heads <= 0 || groups <= 0) return cudaSuccess;
   const bool vectors = rows_are_vectors(topk, topk_head_stride, topk_row_stride, k);
   const dim3 grid((groups + kUnionPrepWarps - 1) / kUnionPrepWarps, kv_heads);
-  const TokenMap map{req_to_token, req_stride, slot_ids, slot_ids_are_int64, num_pool_pages};
+  const TokenMap map{req_to_token, req_stride, req_rows, req_positions, slot_ids, slot_ids_are_int64, num_pool_pages};
   PW_LAUNCH(union_prep_kernel, grid, dim3(kUnionPrepWarps * kWarpSize), stream, topk, topk_head_stride, topk_row_stride,
             k, vectors, perm, lengths, map, window, group_size, page_size, plan, groups, max_union);
   return cudaGetLastError();

@@ -124,17 +124,20 @@ class HostKernels:
             "limits": np.full(members, UNWRITTEN, np.int32),
             "queue": np.full(2, UNWRITTEN, np.int32),
         }
-        stride = 0
+        rows = positions = stride = 0
         if req_to_token is not None:
             plan["slots"] = np.full(entries, UNWRITTEN, np.int32)
-            req_to_token = _int32(req_to_token)
-            stride = req_to_token.shape[1]
+            req_to_token = np.asarray(req_to_token, dtype=np.int32)  # rows may lie apart
+            assert req_to_token.strides[1] == 4
+            rows, positions = req_to_token.shape
+            stride = req_to_token.strides[0] // 4
             assert slot_ids.dtype in (np.int32, np.int64)
         pointers = _PlanPtrs(**{name: _address(array) for name, array in plan.items()})
         self._lib.host_set_seed(ctypes.c_uint64(seed))
         code = self._lib.host_union_prep(
             *self._topk(topk), ctypes.c_void_p(_address(perm)), ctypes.byref(lengths),
-            ctypes.c_void_p(_address(req_to_token)), ctypes.c_int64(stride), ctypes.c_void_p(_address(slot_ids)),
+            ctypes.c_void_p(_address(req_to_token)), ctypes.c_int64(stride), rows, positions,
+            ctypes.c_void_p(_address(slot_ids)),
             int(slot_ids is not None and slot_ids.dtype == np.int64), num_pool_pages, window, group_size, page_size,
             ctypes.byref(pointers), groups, group_size * k,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,12 @@ def assert_slots_follow_the_table(plan, case):
         listed = pages[head, group, :count].long()
         assert torch.equal(slots[head, group, :count], row[listed * 128] // 128)
     assert bool((slots[pages < 0] == -1).all())
+
+
+@pytest.mark.parametrize("row", [-1, 7, 2**31, -(2**62)])
+def test_request_slots_outside_the_table_read_nothing(row):
+    """The rows come out as zeros, and nothing outside of req_to_token is touched."""
+    case = make_case("prefix", seed=3, device="cuda", requests=((20, 600),))
+    slot_ids = torch.full_like(case.slot_ids, row)
+    plan = plan_with_slots(dataclasses.replace(case, slot_ids=slot_ids), None)
+    assert bool((plan.slots == -1).all())

@@ -261,11 +261,15 @@ def test_physical_pages_that_cannot_be_read(kernels, dtype):
     arguments = (topk, None, [0, 8], [16 * page_size], [16 * page_size - 8])
     plan = assert_matches(kernels, arguments, pool=pool, page_size=page_size)
     assert plan["slots"][0, 0, :16].tolist() == [0, 49, -1, -1, -1, -1, -1, -1, -1, 3] + [-1] * 6
-    # In front of the table given lie pages that could be read.
-    before = np.tile(np.arange(table.shape[1], dtype=np.int32), (3, 1))
-    negative = {**pool, "req_to_token": before[1:], "slot_ids": np.array([-1], dtype)}
-    plan = kernels.union_prep(*arguments, groups=1, page_size=page_size, **negative)
-    assert (plan["slots"] == -1).all()
+    # In front of and behind the table given, and beside its rows, lie pages that could be read.
+    around = np.tile(np.arange(table.shape[1], dtype=np.int32), (4, 1))
+    for row in (-1, 2):
+        outside = {**pool, "req_to_token": around[1:3], "slot_ids": np.array([row], dtype)}
+        plan = kernels.union_prep(*arguments, groups=1, page_size=page_size, **outside)
+        assert (plan["slots"] == -1).all()
+    narrow = {**pool, "req_to_token": around[1:3, : 4 * page_size], "slot_ids": np.array([1], dtype)}
+    plan = kernels.union_prep(*arguments, groups=1, page_size=page_size, **narrow)
+    assert plan["slots"][0, 0, :16].tolist() == [0, 1, 2, 3] + [-1] * 12
 
 
 def test_strided_topk(kernels):

@@ -23,11 +23,12 @@ EXPORT int host_regroup(const int32_t* topk, int64_t head_stride, int64_t row_st
 
 EXPORT int host_union_prep(const int32_t* topk, int64_t head_stride, int64_t row_stride, int kv_heads, int k,
                            const int32_t* perm, const pw::Lengths* lengths, const int32_t* req_to_token,
-                           int64_t req_stride, const void* slot_ids, int slot_ids_are_int64, int num_pool_pages,
+                           int64_t req_stride, int req_rows, int req_positions, const void* slot_ids,
+                           int slot_ids_are_int64, int num_pool_pages,
                            int window, int group_size, int page_size, const pw::PlanPtrs* plan, int groups,
                            int max_union) {
   shim::message.clear();
   return pw::launch_union_prep(topk, head_stride, row_stride, kv_heads, k, perm, *lengths, req_to_token, req_stride,
-                               slot_ids, slot_ids_are_int64 != 0, num_pool_pages, window, group_size, page_size, *plan,
+                               req_rows, req_positions, slot_ids, slot_ids_are_int64 != 0, num_pool_pages, window, group_size, page_size, *plan,
                                groups, max_union, nullptr);
 }
