@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""A few attention calls on a workload, for NVIDIA's Nsight Compute.
+
+    ncu --clock-control none -k regex:stream_attention --launch-skip 2 -c 1 --set full --import-source on -o stream \
+        python scripts/profile_target.py tests/data/ctx64k_a.npz
+    ncu --import stream.ncu-rep --page source --csv    # stalls per instruction
+    ncu --import stream.ncu-rep --page raw | grep -E "stall|shared|pipe"
+
+The plan is prepared beforehand, so that the attention kernel is launched --calls times and nothing else of its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pageweaver_sglang as pw
+from pageweaver_sglang.bench.inputs import make_inputs
+from pageweaver_sglang.cuda import ops
+from pageweaver_sglang.plan import UnionPlan
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", help="a .npz file")
+    parser.add_argument("--engine", choices=("stream", "union8"), default="stream")
+    parser.add_argument("--window", type=int, choices=(64, 128), default=128)
+    parser.add_argument("--original", action="store_true", help="queries in their original order")
+    parser.add_argument("--calls", type=int, default=3)
+    options = parser.parse_args()
+
+    inputs = make_inputs(pw.load_workload(options.workload), "cuda", seed=1)
+    kv_heads, tokens, k = inputs.topk_idx.shape
+    lengths = (inputs.cu_seqlens, inputs.seq_lens, inputs.prefix_lens)
+    perm = None
+    if not options.original:
+        perm = pw.regroup(inputs.topk_idx, inputs.cu_seqlens, inputs.prefix_lens, window=options.window)
+    plan = UnionPlan.empty(
+        kv_heads,
+        tokens,
+        len(inputs.prefix_lens),
+        k,
+        window=options.window,
+        group_size=8,
+        page_size=inputs.page_size,
+        device="cuda",
+        with_slots=True,
+    )
+    ops.prepare_unions(
+        inputs.topk_idx,
+        perm,
+        *lengths,
+        plan,
+        window=options.window,
+        req_to_token=inputs.req_to_token,
+        slot_ids=inputs.slot_ids,
+        num_pool_pages=inputs.k_cache.shape[0] // inputs.page_size,
+    )
+    out = torch.empty_like(inputs.q)
+    for _ in range(options.calls):
+        ops.union_attention(
+            inputs.q,
+            inputs.k_cache,
+            inputs.v_cache,
+            plan,
+            out,
+            sm_scale=inputs.q.shape[-1] ** -0.5,
+            engine=options.engine,
+        )
+    torch.cuda.synchronize()
+    print(
+        f"{options.workload}: {plan.visits()} visits, {plan.rounds()} rounds, {options.calls} calls of {options.engine}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
