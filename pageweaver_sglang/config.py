@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ._paths import configs_dir
 
@@ -19,6 +19,25 @@ RESERVED_ENV = ("PAGEWEAVER_CONFIG", "PAGEWEAVER_CACHE_DIR", "PAGEWEAVER_NVCC")
 
 class ConfigError(ValueError):
     """A setting is unknown, of the wrong type or out of range; the message names it and what is allowed."""
+
+
+def _numbers(value: Any) -> Any:
+    """Accept 3, ``3,7`` (as a variable has it) and [3, 7] for a tuple of integers >= 0; leave None as it is."""
+    if isinstance(value, str):
+        try:
+            value = [int(part) for part in value.split(",")]
+        except ValueError:
+            raise ValueError("not a list of integers") from None
+    if isinstance(value, int):
+        value = [value]
+    if isinstance(value, list | tuple) and value and all(type(number) is int and number >= 0 for number in value):
+        return tuple(value)
+    if value is None:
+        return None
+    raise ValueError("not a list of integers")
+
+
+Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(_numbers)]
 
 
 class Config(BaseModel):
@@ -48,6 +67,22 @@ class Config(BaseModel):
     """SGLang's backend for the dense layers; ``None`` is what SGLang would choose on this GPU."""
     verify_every: int = Field(0, ge=0, description="an integer >= 0 (0 = off)")
     """Every n-th Step 3 call is also computed by SGLang's own path and the difference logged; 0 = never."""
+    capture_dir: str | None = Field(None, min_length=1, description="a folder, or null (off)")
+    """Where Step 3 calls are recorded; ``None`` records nothing, whatever the other ``capture_*`` settings say."""
+    capture_layers: Numbers = Field(None, description="layer ids such as 3,7, or null (all)")
+    """Layers whose calls are recorded."""
+    capture_chunks: Numbers = Field(None, description="chunk numbers such as 0,3, or null (all)")
+    """Prefill chunks to record: a request's prefix divided by SGLang's chunk size, rounded down."""
+    capture_every: int = Field(1, ge=1, description="an integer >= 1")
+    """Every n-th call of a layer that fits the other conditions is recorded."""
+    capture_activations: bool = Field(False, description="true or false")
+    """Also record Q, the output and the K/V pages that were picked."""
+    capture_max_mb: int = Field(1024, ge=1, description="an integer >= 1")
+    """Recording ends when a process has written this many MB (10**6 bytes)."""
+    capture_max_calls: int = Field(1000, ge=1, description="an integer >= 1")
+    """Recording ends when a process has written this many calls."""
+    capture_max_seconds: int = Field(600, ge=1, description="an integer >= 1")
+    """Recording ends this many seconds after a process has recorded its first call."""
 
     def __init__(self, **values: Any) -> None:
         try:

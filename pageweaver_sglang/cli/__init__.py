@@ -1,4 +1,4 @@
-"""The ``pageweaver`` command: ``doctor`` says what a server would do here, ``demo`` shows what PageWeaver does."""
+"""The ``pageweaver`` command; every subcommand is a module of its own."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ``pageweaver``."""
     import pageweaver_sglang
 
-    from . import demo, doctor
+    from . import bench, capture, demo, doctor, inspect, make_workload
 
     top = argparse.ArgumentParser(prog="pageweaver", description=pageweaver_sglang.__doc__.splitlines()[0])
     top.add_argument("--version", action="version", version=f"pageweaver {pageweaver_sglang.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, demo):
-        name = module.__name__.rpartition(".")[2]
+    for module in (doctor, demo, bench, capture, inspect, make_workload):
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary, _, rest = module.HELP.partition("\n")
         command = commands.add_parser(
             name, help=summary, description=summary + "\n" + rest, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttn
 import pageweaver_sglang
 from pageweaver_sglang.config import Config, load_config
 
-from . import NAME, compat, kernels
+from . import NAME, capture, compat, kernels
 from .options import PAGE_SIZE, BackendError, check_model
 from .step3 import Step3, route, serving
 
@@ -26,17 +26,23 @@ class PageWeaverSparseAttnBackend(MiniMaxSparseAttnBackend):
     Args:
         runner: SGLang's model runner.
         config: the settings.
+
+    Raises:
+        BackendError: calls shall be recorded, and the folder for it cannot be used.
     """
 
     def __init__(self, runner: Any, config: Config):
         super().__init__(runner)
-        self.step3 = Step3(config, pool_page_size=self.kv_pool.page_size)
+        pool_page_size = self.kv_pool.page_size
+        recorder = capture.make_recorder(config, runner, pool_page_size)
+        self.step3 = Step3(config, pool_page_size=pool_page_size, recorder=recorder)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """SGLang's ``forward_extend`` with its Step 3 routed; target verify comes this way too, and stays SGLang's."""
         if forward_batch.forward_mode.is_target_verify():
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        with serving(self.step3, layer.layer_id):
+        lengths = None if self.step3.recorder is None else capture.host_lengths(forward_batch)
+        with serving(self.step3, layer.layer_id, lengths):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
 
@@ -82,6 +88,6 @@ def status_line(config: Config, dense_backend: Any, page_size: int, kernels_stat
     return (
         f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, window {config.window}, guard {config.guard}, "
         f"kernels {kernels_state}, dense layers {type(dense_backend).__name__}, page size {page_size}, "
-        f"verify every {config.verify_every}, "
+        f"verify every {config.verify_every}, capture {config.capture_dir or 'off'}, "
         f"pageweaver {pageweaver_sglang.__version__}, sglang {version}{untested}, torch {torch.__version__}"
     )

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from pageweaver_sglang.api import sparse_prefill
+from pageweaver_sglang.capture.recorder import Recorder
+from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.config import Config
 
 from . import compat
@@ -72,25 +74,36 @@ class Step3:
     Args:
         config: the settings; ``mode``, ``verify_every`` and what ``sparse_prefill`` reads.
         pool_page_size: tokens per page of SGLang's KV pool.
+        recorder: what records calls, in every mode; None records nothing.
     """
 
-    def __init__(self, config: Config, *, pool_page_size: int):
+    def __init__(self, config: Config, *, pool_page_size: int, recorder: Recorder | None = None):
         self.config = config
         self.pool_page_size = pool_page_size
+        self.recorder = recorder
         self.stats = Stats()
         self._logged: set[str] = set()
 
-    def __call__(self, native: Native, layer_id: int, call: dict[str, Any]) -> torch.Tensor:
+    def __call__(
+        self, native: Native, layer_id: int, call: dict[str, Any], lengths: HostLengths | None = None
+    ) -> torch.Tensor:
         """Serve one call.
 
         Args:
             native: SGLang's ``flash_prefill_with_gqa_share_sparse``.
             layer_id: the model layer, for the counters.
             call: its arguments by name.
+            lengths: of the batch as the host knows them, for the recorder.
 
         Returns:
             ``[tokens, q_heads, head_dim]``, as SGLang's function would return it.
         """
+        out = self._serve(native, layer_id, call)
+        if self.recorder is not None:
+            self.recorder.offer(layer_id, call, out, lengths)
+        return out
+
+    def _serve(self, native: Native, layer_id: int, call: dict[str, Any]) -> torch.Tensor:
         stats = self.stats
         stats.calls += 1
         if self.config.mode == "native":
@@ -227,13 +240,18 @@ def _capturing(tensor: torch.Tensor) -> bool:
 # by the original: a second, ordinary sparse backend in the same process (a draft model's) is not affected. A context
 # variable says whose it is; unlike an attribute it is right for every thread.
 
-_serving: contextvars.ContextVar[tuple[Step3, int] | None] = contextvars.ContextVar("pageweaver_step3", default=None)
+_serving: contextvars.ContextVar[tuple[Step3, int, HostLengths | None] | None] = contextvars.ContextVar(
+    "pageweaver_step3", default=None
+)
 
 
 @contextlib.contextmanager
-def serving(step3: Step3, layer_id: int) -> Iterator[None]:
-    """While this runs, Step 3 calls of this thread go to ``step3``, counted under ``layer_id``."""
-    token = _serving.set((step3, layer_id))
+def serving(step3: Step3, layer_id: int, lengths: HostLengths | None = None) -> Iterator[None]:
+    """While this runs, Step 3 calls of this thread go to ``step3``, counted under ``layer_id``.
+
+    ``lengths`` of the batch are for its recorder.
+    """
+    token = _serving.set((step3, layer_id, lengths))
     try:
         yield
     finally:
@@ -252,8 +270,8 @@ def route(module: ModuleType) -> None:
         serves = _serving.get()
         if serves is None:
             return native(*args, **kwargs)
-        step3, layer_id = serves
-        return step3(native, layer_id, signature.bind(*args, **kwargs).arguments if args else kwargs)
+        step3, layer_id, lengths = serves
+        return step3(native, layer_id, signature.bind(*args, **kwargs).arguments if args else kwargs, lengths)
 
     router.pageweaver_router = True  # type: ignore[attr-defined]
     setattr(module, compat.STEP3_NAME, router)

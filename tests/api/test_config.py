@@ -17,6 +17,14 @@ FIELDS = {
     "overflow": "rename",
     "dense_backend": None,
     "verify_every": 0,
+    "capture_dir": None,
+    "capture_layers": None,
+    "capture_chunks": None,
+    "capture_every": 1,
+    "capture_activations": False,
+    "capture_max_mb": 1024,
+    "capture_max_calls": 1000,
+    "capture_max_seconds": 600,
 }
 
 
@@ -68,11 +76,33 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_OVERFLOW": "original",
         "PAGEWEAVER_DENSE_BACKEND": "fa3",
         "PAGEWEAVER_VERIFY_EVERY": "10",
+        "PAGEWEAVER_CAPTURE_DIR": "/tmp/calls",
+        "PAGEWEAVER_CAPTURE_LAYERS": "3,7",
+        "PAGEWEAVER_CAPTURE_CHUNKS": "2",
+        "PAGEWEAVER_CAPTURE_EVERY": "5",
+        "PAGEWEAVER_CAPTURE_ACTIVATIONS": "true",
+        "PAGEWEAVER_CAPTURE_MAX_MB": "64",
+        "PAGEWEAVER_CAPTURE_MAX_CALLS": "9",
+        "PAGEWEAVER_CAPTURE_MAX_SECONDS": "60",
     }
     values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10]
+    values += ["/tmp/calls", (3, 7), (2,), 5, True, 64, 9, 60]
     expected = dict(zip(FIELDS, values, strict=True))
     assert pw.load_config(env=env).model_dump() == expected
     assert len(env) == len(FIELDS)
+
+
+@pytest.mark.parametrize("value", [(3, 7), [3, 7], "3,7", "3, 7"])
+def test_lists_of_numbers(value):
+    assert pw.Config(capture_layers=value).capture_layers == (3, 7)
+
+
+def test_a_list_of_numbers_in_a_profile(profile):
+    assert pw.load_config(profile("capture_layers: [3, 7]\ncapture_chunks: 2"), env={}) == pw.Config(
+        capture_layers=(3, 7), capture_chunks=(2,)
+    )
+    with pytest.raises(pw.ConfigError, match=r"capture_layers: got \[\]; allowed: layer ids"):
+        pw.load_config(profile("capture_layers: []"), env={})
 
 
 def test_an_argument_goes_before_the_variable_that_names_a_profile(profile):
@@ -113,6 +143,14 @@ BAD_VALUES = [
     ("dense_backend", "", "the name of an SGLang backend, or null"),
     ("verify_every", -1, r"an integer >= 0"),
     ("verify_every", "often", r"an integer >= 0"),
+    ("capture_dir", "", "a folder, or null"),
+    ("capture_layers", "3,x", "layer ids such as 3,7, or null"),
+    ("capture_layers", -1, "layer ids such as 3,7, or null"),
+    ("capture_chunks", True, "chunk numbers such as 0,3, or null"),
+    ("capture_chunks", 1.5, "chunk numbers such as 0,3, or null"),
+    ("capture_every", 0, "an integer >= 1"),
+    ("capture_activations", 1, "true or false"),
+    ("capture_max_mb", 0, "an integer >= 1"),
 ]
 
 

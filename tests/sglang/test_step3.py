@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pageweaver_sglang import reference
+from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.config import Config
-from pageweaver_sglang.plugin import compat, step3
+from pageweaver_sglang.plugin import capture, compat, step3
 
 TOKENS, KV_HEADS, PREFIX = 6, 2, 200
 TENSORS = ("q", "k_cache", "v_cache", "topk_idx", "req_to_token", "slot_ids", "cu_seqlens", "seq_lens", "prefix_lens")
@@ -248,3 +249,50 @@ def test_router_serves_only_while_told_to():
     assert routed(**call) == "native"
     assert routed(*call.values()) == "native"
     assert served.stats.calls_by_layer == {5: 2}
+
+
+class Recorder:
+    """Notes what it is offered."""
+
+    def __init__(self):
+        self.offers = []
+
+    def offer(self, *offer):
+        self.offers.append(offer)
+
+
+@pytest.mark.parametrize("mode", ["native", "union8", "pageweaver"])
+def test_every_mode_and_every_fallback_is_offered_to_the_recorder(mode):
+    recorder, native = Recorder(), Native()
+    served = step3.Step3(Config(mode=mode), pool_page_size=128, recorder=recorder)
+    lengths = HostLengths((PREFIX,), (TOKENS,))
+    for call in (make_call(), make_call(q_scale=0.5)):
+        out = served(native, 7, call, lengths)
+        layer, offered, result, of = recorder.offers.pop()
+        assert (layer, of) == (7, lengths)
+        assert offered is call
+        assert result is out
+    assert recorder.offers == []
+
+
+def test_the_batchs_lengths_reach_the_recorder():
+    def flash_prefill_with_gqa_share_sparse(**call):
+        return call["q"]
+
+    module = types.SimpleNamespace(**{compat.STEP3_NAME: flash_prefill_with_gqa_share_sparse})
+    step3.route(module)
+    recorder = Recorder()
+    served = step3.Step3(Config(mode="native"), pool_page_size=128, recorder=recorder)
+    lengths = HostLengths((PREFIX,), (TOKENS,))
+    with step3.serving(served, 2, lengths):
+        getattr(module, compat.STEP3_NAME)(**make_call())
+    with step3.serving(served, 3):
+        getattr(module, compat.STEP3_NAME)(**make_call())
+    assert [(layer, of) for layer, _, _, of in recorder.offers] == [(2, lengths), (3, None)]
+
+
+def test_lengths_on_the_host():
+    batch = types.SimpleNamespace(extend_prefix_lens_cpu=[5, 0], extend_seq_lens_cpu=torch.tensor([2, 3]))
+    assert capture.host_lengths(batch) == HostLengths((5, 0), (2, 3))
+    assert capture.host_lengths(types.SimpleNamespace(extend_seq_lens_cpu=[1])) is None
+    assert capture.host_lengths(types.SimpleNamespace(extend_prefix_lens_cpu=[1], extend_seq_lens_cpu=[1, 2])) is None

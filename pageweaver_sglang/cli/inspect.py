@@ -1,0 +1,181 @@
+"""``pageweaver inspect``: what the page choices in workload files promise, in numbers, pictures and words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+import pageweaver_sglang as pw
+from pageweaver_sglang.bench.workloads import WorkloadNotFound, find_workload
+from pageweaver_sglang.inspection import (
+    GOOD_SAVING,
+    LITTLE_SHARED,
+    SMALL_SAVING,
+    Inspection,
+    combine,
+    inspect_workload,
+    verdict,
+)
+
+from .output import make_console
+
+HELP = f"""say what regrouping would save on recorded or made workloads, and whether it is worth it
+For every file: page visits, rounds and reuse in the original order and regrouped in windows of 64 and of 128 (groups
+of 8, no guard), how much consecutive queries overlap, and a verdict. It goes by page visits with the guard on, as a
+server has it: below {SMALL_SAVING:.0%} saved regrouping isn't worth it, from {GOOD_SAVING:.0%} it is, between them
+measure; below a reuse of {LITTLE_SHARED} there is nothing to share. No GPU needed.
+Exit code 0: everything was read. 1: some files can't be read. 2: none can, or a wrong option."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``pageweaver inspect``."""
+    parser.add_argument(
+        "paths", nargs="+", metavar="FILE|FOLDER|NAME", help=".npz files, folders of them, recorded workloads"
+    )
+    parser.add_argument("--json", metavar="REPORT", help="also write everything to REPORT; - prints only that")
+    parser.add_argument(
+        "--plots",
+        type=Path,
+        metavar="FOLDER",
+        help="write a PNG per file: picked pages by query, and reuse by window (needs matplotlib)",
+    )
+    parser.add_argument("--head", type=int, default=0, metavar="N", help="KV head to plot (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Inspect the files, print, and return the exit code."""
+    errors = Console(stderr=True)
+    failures: list[str] = []
+
+    def fail(text: str) -> None:
+        failures.append(text)
+        errors.print(f"pageweaver inspect: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+    if arguments.plots is not None:
+        from pageweaver_sglang.inspection_plots import why_not
+
+        if reason := why_not():
+            fail(reason)
+            return 2
+    files = _files(arguments.paths, fail)
+    found: dict[Path, Inspection] = {}
+    plots: dict[Path, Path] = {}
+    with Progress(console=errors, transient=True, disable=not sys.stderr.isatty()) as progress:
+        for path in progress.track(files, description="Counting"):
+            try:
+                workload = pw.load_workload(path)
+                found[path] = inspect_workload(workload)
+                if arguments.plots is not None:
+                    plots[path] = _plot(workload, path, files, arguments)
+            except (OSError, ValueError) as error:
+                fail(str(error))
+    if not found:
+        return 2
+    report = _report(found, plots, failures)
+    if arguments.json == "-":
+        print(json.dumps(report, indent=1))
+        return 1 if failures else 0
+    console = make_console()
+    _show(found, plots, console)
+    if arguments.json:
+        try:
+            Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:
+            fail(f"{arguments.json}: cannot be written: {error.strerror}")
+        else:
+            console.print(f"Everything counted: {arguments.json}", markup=False, highlight=False)
+    return 1 if failures else 0
+
+
+def _files(paths: list[str], fail: Any) -> list[Path]:
+    """The files that are meant, each once, in the given order; a folder's by name."""
+    files: dict[Path, None] = {}
+    for text in paths:
+        path = Path(text)
+        if path.is_dir():
+            inside = sorted(file for file in path.glob("*.npz") if not file.name.startswith("."))
+            if not inside:
+                fail(f"{path}: has no .npz files")
+            files.update(dict.fromkeys(inside))
+            continue
+        try:
+            files[find_workload(text)] = None
+        except WorkloadNotFound as error:
+            fail(str(error))
+    return list(files)
+
+
+def _plot(workload: pw.Workload, path: Path, files: list[Path], arguments: argparse.Namespace) -> Path:
+    from pageweaver_sglang.inspection_plots import plot_workload
+
+    # Two files of one name get their folder's name as well.
+    unique = [other.stem for other in files].count(path.stem) == 1
+    name = path.stem if unique else f"{path.absolute().parent.name}-{path.stem}"
+    target = arguments.plots / f"{name}.png"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    plot_workload(workload, target, title=path.name, head=arguments.head)
+    return target
+
+
+def _report(found: dict[Path, Inspection], plots: dict[Path, Path], failures: list[str]) -> dict[str, Any]:
+    files = []
+    for path, one in found.items():
+        files.append({"file": str(path)} | one.as_dict() | ({"plot": str(plots[path])} if path in plots else {}))
+    return {
+        "version": pw.__version__,
+        "thresholds": {"little_shared": LITTLE_SHARED, "small_saving": SMALL_SAVING, "good_saving": GOOD_SAVING},
+        "files": files,
+        "together": combine(list(found.values())).as_dict(),
+        "failures": failures,
+    }
+
+
+def _show(found: dict[Path, Inspection], plots: dict[Path, Path], console: Console) -> None:
+    table = Table(
+        title="Page visits and rounds, groups of 8; in brackets what regrouping saves",
+        caption="overlap: mean Jaccard index of consecutive queries · reuse: queries that use a visited page, of 8",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("file", overflow="fold")
+    table.add_column("layer", justify="right")
+    table.add_column("prefix + chunk")
+    for column in ("overlap", "reuse", "visits", "W64", "W128", "rounds", "W64", "W128"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for path, one in found.items():
+        table.add_row(escape(path.stem), *_cells(one))
+    together = combine(list(found.values()))
+    if len(found) > 1:
+        table.add_section()
+        table.add_row("together", *_cells(together))
+    console.print(table)
+    for path, one in found.items():
+        console.print(f"{path.stem}: {verdict(one)[1]}", markup=False, highlight=False)
+    if len(found) > 1:
+        console.print(f"together: {verdict(together)[1]}", style="bold", markup=False, highlight=False)
+    for target in plots.values():
+        console.print(f"Plot: {target}", markup=False, highlight=False)
+
+
+def _cells(one: Inspection) -> list[str]:
+    original = one.orders["original"]
+    if len(one.requests) == 1:
+        chunk, prefix = one.requests[0]
+        where = f"{prefix:,} + {chunk:,}"
+    else:
+        where = f"{len(one.requests)} requests, {one.tokens:,} queries"
+    cells = ["" if one.layer is None else str(one.layer), where, f"{one.overlap:.2f}", f"{original.reuse:.2f}"]
+    for kind in ("visits", "rounds"):
+        cells.append(f"{getattr(original, kind):,}")
+        cells += [f"{getattr(one.orders[name], kind):,} ({one.saving(name, kind):.1%})" for name in ("w64", "w128")]
+    return [*cells, verdict(one)[0]]

@@ -1,0 +1,84 @@
+"""A backend built by SGLang's own set-up and prefill batches for it, with a stand-in for the indexer's choices."""
+
+from __future__ import annotations
+
+import fake_runner
+import sglang.srt.layers.attention.minimax_sparse_ops.minimax_sparse as minimax_sparse
+import torch
+
+
+def random_picks(picked: dict[str, torch.Tensor], edit):
+    """A stand-in for the indexer that picks pages at random, the query's own among them, ascending, -1 behind."""
+
+    def indexer(**call):
+        kv_heads, topk = call["q"].shape[1], call["topk"]
+        generator = torch.Generator().manual_seed(7)
+        topk_idx = torch.full((kv_heads, call["q"].shape[0], topk), -1, dtype=torch.int32)
+        cu, prefix = call["cu_seqlens"].tolist(), call["prefix_lens"].tolist()
+        for head in range(kv_heads):
+            for request, first in enumerate(cu[:-1]):
+                for query in range(first, cu[request + 1]):
+                    own = (prefix[request] + query - first) // fake_runner.PAGE
+                    others = torch.randperm(own, generator=generator)[: topk - 1]
+                    pages = torch.cat([others.sort().values, torch.tensor([own])])
+                    topk_idx[head, query, : len(pages)] = pages
+        picked["topk_idx"] = edit(topk_idx)
+        return None, picked["topk_idx"]
+
+    return indexer
+
+
+class Case:
+    """A backend built by SGLang's own set-up, and one prefill batch."""
+
+    def __init__(self, server_args, prefixes, extends, *, kv_heads=1, dtype=torch.bfloat16, layers=2, padding=0):
+        pages = sum(-(-(p + e) // fake_runner.PAGE) for p, e in zip(prefixes, extends, strict=True)) + 2
+        heads = {"q_heads": 16 * kv_heads, "kv_heads": kv_heads}
+        self.pool = fake_runner.make_pool(pages, layers, kv_heads, dtype)
+        self.runner = fake_runner.make_runner(server_args, self.pool, layers=layers, **heads)
+        self.backend = fake_runner.build_backend(self.runner)
+        self.batch = fake_runner.make_extend_batch(self.runner, prefixes, extends)
+        self.backend.sparse.init_forward_metadata_out_graph(self.batch)
+        self.heads = heads
+        self.generator = torch.Generator().manual_seed(1)
+        for buffer in (*self.pool.main_pool.k_buffer, *self.pool.main_pool.v_buffer, *self.pool.index_k_pool.k_buffer):
+            values = self.random(*buffer.shape).to(dtype)
+            buffer.copy_(values.view(buffer.dtype))  # SGLang keeps FP8 as bytes
+        tokens = sum(extends)
+        self.rows = tokens + padding
+        self.q = self.random(self.rows, heads["q_heads"], fake_runner.HEAD_DIM)
+        self.k, self.v = (self.random(tokens, kv_heads, fake_runner.HEAD_DIM) for _ in range(2))
+        self.idx_q = self.random(self.rows, kv_heads, fake_runner.HEAD_DIM)
+        self.idx_k = self.random(tokens, 1, fake_runner.HEAD_DIM)
+
+    def random(self, *shape):
+        return torch.randn(*shape, generator=self.generator).to(torch.bfloat16)
+
+    def prefill(self, config, *, layer_id=1, edit=lambda topk_idx: topk_idx, real_indexer=False):
+        """(output [rows, q_heads, head_dim], picked pages) of one layer."""
+        self.backend.sparse.step3.config = config
+        original, picked = minimax_sparse.flash_prefill_with_topk_index, {}
+        if not real_indexer:
+            minimax_sparse.flash_prefill_with_topk_index = random_picks(picked, edit)
+        try:
+            _, out = self.backend.forward(
+                self.q,
+                self.k,
+                self.v,
+                fake_runner.make_layer(layer_id, **self.heads),
+                self.batch,
+                idx_q=self.idx_q,
+                idx_k=self.idx_k,
+                idx_v=None,
+            )
+        finally:
+            minimax_sparse.flash_prefill_with_topk_index = original
+        return out.view(self.rows, self.heads["q_heads"], fake_runner.HEAD_DIM), picked.get("topk_idx")
+
+    def stats(self):
+        stats = self.backend.sparse.step3.stats
+        return {
+            "calls_by_arm": dict(stats.calls_by_arm),
+            "calls_by_layer": dict(stats.calls_by_layer),
+            "fallbacks": dict(stats.fallbacks_by_reason),
+        }
