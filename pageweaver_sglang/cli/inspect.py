@@ -27,6 +27,8 @@ from pageweaver_sglang.inspection import (
 
 from .output import make_console
 
+_EXPLAINED = 8  # files of which each gets a sentence; of more only the layers do
+
 HELP = f"""say what regrouping would save on recorded or made workloads, and whether it is worth it
 For every file: page visits, rounds and reuse in the original order and regrouped in windows of 64 and of 128 (groups
 of 8, no guard), how much consecutive queries overlap, and a verdict. It goes by page visits with the guard on, as a
@@ -134,9 +136,16 @@ def _report(found: dict[Path, Inspection], plots: dict[Path, Path], failures: li
         "version": pw.__version__,
         "thresholds": {"little_shared": LITTLE_SHARED, "small_saving": SMALL_SAVING, "good_saving": GOOD_SAVING},
         "files": files,
+        "layers": {str(layer): one.as_dict() for layer, one in _layers(found).items()},
         "together": combine(list(found.values())).as_dict(),
         "failures": failures,
     }
+
+
+def _layers(found: dict[Path, Inspection]) -> dict[int, Inspection]:
+    """Every layer's calls together, by layer; files that name none are left out."""
+    layers = sorted({one.layer for one in found.values() if one.layer is not None})
+    return {layer: combine([one for one in found.values() if one.layer == layer]) for layer in layers}
 
 
 def _show(found: dict[Path, Inspection], plots: dict[Path, Path], console: Console) -> None:
@@ -154,15 +163,19 @@ def _show(found: dict[Path, Inspection], plots: dict[Path, Path], console: Conso
     table.add_column("verdict")
     for path, one in found.items():
         table.add_row(escape(path.stem), *_cells(one))
-    together = combine(list(found.values()))
+    explained = {path.stem: one for path, one in found.items()} if len(found) <= _EXPLAINED else {}
     if len(found) > 1:
+        layers = _layers(found)
+        summary = {f"layer {layer} together": one for layer, one in layers.items()} if len(layers) < len(found) else {}
+        summary["together"] = combine(list(found.values()))
         table.add_section()
-        table.add_row("together", *_cells(together))
+        for name, one in summary.items():
+            table.add_row(name, *_cells(one))
+        explained |= summary
     console.print(table)
-    for path, one in found.items():
-        console.print(f"{path.stem}: {verdict(one)[1]}", markup=False, highlight=False)
-    if len(found) > 1:
-        console.print(f"together: {verdict(together)[1]}", style="bold", markup=False, highlight=False)
+    for name, one in explained.items():
+        style = "bold" if name == "together" else None
+        console.print(f"{name}: {verdict(one)[1]}", style=style, markup=False, highlight=False)
     for target in plots.values():
         console.print(f"Plot: {target}", markup=False, highlight=False)
 

@@ -44,6 +44,22 @@ def test_a_folder(capsys, folder):
     assert content["thresholds"]["good_saving"] == 0.08
 
 
+def test_many_calls_are_explained_by_layer(capsys, folder):
+    workload = make_workload(Recipe(requests=((64, 900),)))
+    for number in range(10):
+        object.__setattr__(workload, "layer", number % 2)
+        workload.save(folder / "sub" / f"call{number}.npz")
+    (folder / "sub" / "layer005.npz").unlink()
+    report = folder / "report.json"
+    code, shown, _ = run(capsys, folder / "sub", "--json", report)
+    assert code == 0
+    assert "layer 0 together: " in shown
+    assert "layer 1 together: " in shown
+    assert "call3: " not in shown
+    layers = json.loads(report.read_text())["layers"]
+    assert layers["0"]["tokens"] == layers["1"]["tokens"] == 5 * 64
+
+
 def test_json_alone(capsys, folder):
     assert main(["inspect", str(folder / "layer003.npz"), "--json", "-"]) == 0
     content = json.loads(capsys.readouterr().out)
