@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print a report of `pageweaver demo --json` as Markdown tables.
+"""Print a report of `pageweaver bench` or `pageweaver demo --json` as Markdown tables.
 
 results_table.py FILE
 """
@@ -35,15 +35,62 @@ def timing_table(runs: list[dict[str, Any]], first: str, scale: float, digits: i
     return table(header, rows)
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The whole report; counts only when there was no GPU part."""
+def bench_markdown(report: dict[str, Any]) -> str:
+    """Arms, orders and what could not run, of a report of `pageweaver bench`."""
+    counts = report["logical"]["counts"]
+    rows = [
+        [key, f"{c['visits']:,}", "-" if c["rounds"] is None else f"{c['rounds']:,}", f"{c['reuse']:.2f}"]
+        for key, c in counts.items()
+    ]
+    parts = [heading(report), table(["order and group size", "visits", "rounds", "reuse"], rows)]
+    if "arms" not in report:
+        return "\n\n".join(parts)
+
+    def cell(timing: dict[str, Any] | None) -> str:
+        return "-" if timing is None else f"{timing['median']:.3f} ({timing['min']:.3f}-{timing['max']:.3f})"
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2%}"
+
+    rows = [
+        [
+            f"`{name}`",
+            *(cell(arm.get(column)) for column in ("graph_ms", "cold_ms", "warm_graph_ms")),
+            *(percent(arm["fidelity"].get(kind, {}).get("nrms")) for kind in ("random", "sharp")),
+            f"{arm['rates']['effective_tb_s']:.2f}",
+            f"{arm['rates']['effective_tflops']:.0f}",
+        ]
+        for name, arm in report["arms"].items()
+        if arm["rates"] is not None
+    ]
+    protocol = report["settings"]["protocol"]
+    header = ["arm", "cold, graph", "cold, eager", "warm, graph", "error", "error, Q x 4", "TB/s", "TFLOP/s"]
+    parts += [
+        f"Milliseconds per call, median (smallest-largest) of {protocol['rounds']} rounds x {protocol['calls']} calls:",
+        table(header, rows),
+    ]
+    missing = {name: arm["unavailable"] for name, arm in report["arms"].items() if arm["unavailable"]}
+    return "\n\n".join([*parts, *(f"`{name}` not run: {reason}" for name, reason in missing.items())])
+
+
+def heading(report: dict[str, Any]) -> str:
+    """What was measured, on what."""
     environment, workload = report["environment"], report["workload"]
     gpu = next(iter(environment["gpus"]), None)
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
     where = f"{gpu['name']}, driver {gpu['driver_version']}" if gpu else "no GPU"
-    parts = [
+    return (
         f"`{workload['name']}`: {workload['tokens']:,} queries, context {max(workload['seq_lens']):,}. {where}. "
-        f"{versions}. Commit {environment['commit']}, {environment['date']}, `{environment['command']}`.",
+        f"{versions}. Commit {environment['commit']}, {environment['date']}, `{environment['command']}`."
+    )
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The whole report; counts only when there was no GPU part."""
+    if str(report.get("format", "")).startswith("pageweaver-"):
+        return bench_markdown(report)
+    parts = [
+        heading(report),
         table(
             ["order", "group", "visits", "rounds", "reuse"],
             [

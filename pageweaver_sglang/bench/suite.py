@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from .inputs import Step3Inputs
 from .logical import logical_report
 from .orders import find_orders
 from .protocol import Arm, Protocol, Timing, measure, sets_for_cold_cache
-from .recorded import inputs_of
+from .recorded import inputs_of, why_random
 from .statistics import COLUMNS, paired_ratio, savings, summary
 from .work import rates, work_of
 
@@ -76,9 +76,13 @@ def time_arms(
 
 
 def run_workload(
-    workload: pw.Workload, name: str, settings: Settings, progress: Progress | None = None
+    workload: pw.Workload,
+    name: str,
+    settings: Settings,
+    progress: Progress | None = None,
+    ceilings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure one workload; the report lacks only where and when it was made and the ceilings.
+    """Measure one workload; the report lacks only where and when it was made.
 
     Per arm: ``description``, ``kind``, ``unavailable`` (None or the reason), ``fidelity`` by kind of logits, ``nrms``
     (of random logits), ``counts``, the timings of :data:`..statistics.COLUMNS` (``median``, ``min``, ``max``,
@@ -102,7 +106,7 @@ def run_workload(
     timed, notes, failed = time_arms(sets, able, protocol, progress, "Timing arms")
     parts, _, part_reasons = time_arms(sets, stage_arms(), protocol, progress, "Timing PageWeaver's kernels alone")
 
-    arms = {}
+    arms, work = {}, work_of(workload)
     for entry in entries:
         arm = entry.arm.name
         columns = {column: summary(timing.rounds_ms) for column, timing in timed.get(arm, {}).items()}
@@ -118,18 +122,19 @@ def run_workload(
             "fidelity": figures.get(arm, {}),
             "counts": count,
             **columns,
-            "rates": None if best is None else rates(work_of(workload), count["visits"], best["median"]),
+            "rates": None if best is None else rates(work, count["visits"], best["median"], ceilings),
             "notes": notes.get(arm, {}),
         }
     _add_plan_time(arms)
     return {
         "format": FORMAT,
         "settings": {**asdict(settings), "columns": COLUMNS},
+        "ceilings": ceilings,
         "sets": len(sets),
         "seeds": [settings.seed + i for i in range(len(sets))],
         "kv_bytes": sets[0].kv_bytes,
         "l2_bytes": l2_bytes,
-        "recorded_tensors": workload.q is not None,
+        "random_tensors_because": why_random(workload),
         "logical": logical,
         "arms": arms,
         "stages": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,12 +90,22 @@ def count_all(workload: pw.Workload, orders: dict[str, FoundOrder], plan: PairPl
     return {**counts, "page-pair": pair_count(work, plan)}
 
 
-def rates(work: Work, visits: int, milliseconds: float) -> dict[str, float]:
-    """Bytes of K and V delivered to the cores, their rate, and the rate of useful arithmetic."""
+def rates(
+    work: Work, visits: int, milliseconds: float, ceilings: Mapping[str, Any] | None = None
+) -> dict[str, float | None]:
+    """Bytes of K and V delivered to the cores, their rate, the rate of useful arithmetic, and shares of the ceilings.
+
+    ``ceilings`` are those of :func:`..ceilings.measure_ceilings`; a share is None where its ceiling is.
+    """
     delivered = visits * work.page_size * PAGE_BYTES_PER_TOKEN
     seconds = milliseconds / 1e3
-    return {
+    bandwidth, arithmetic = delivered / seconds / 1e12, work.flops / seconds / 1e12
+    found: dict[str, float | None] = {
         "bytes_delivered": delivered,
-        "effective_tb_s": delivered / seconds / 1e12,
-        "effective_tflops": work.flops / seconds / 1e12,
+        "effective_tb_s": bandwidth,
+        "effective_tflops": arithmetic,
     }
+    for name, value in (("copy_tb_s", bandwidth), ("l2_copy_tb_s", bandwidth), ("fp8_matmul_tflops", arithmetic)):
+        ceiling = (ceilings or {}).get(name)
+        found[f"of_{name}"] = value / ceiling if ceiling else None
+    return found

@@ -1,9 +1,11 @@
 """Statistics, the report built from synthetic results, and the commands that need no GPU."""
 
 import copy
+import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +13,17 @@ from pageweaver_sglang.bench.report import files, page, plots
 from pageweaver_sglang.bench.statistics import compare_runs, paired_ratio, ratios_to, savings, summary
 from pageweaver_sglang.cli import main
 
+ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = {"native": [5.2, 5.6, 5.4], "union8": [1.3, 1.4, 1.2], "page-pair": [3.0, 3.1, 3.3]}
 WINDOWS = {"pageweaver-w128-fixed": [1.0, 1.1, 0.9], "pageweaver-w128": [1.05, 1.15, 0.95]}
+RATES = {
+    "bytes_delivered": 1,
+    "effective_tb_s": 3.2,
+    "effective_tflops": 250.0,
+    "of_copy_tb_s": 0.8,
+    "of_l2_copy_tb_s": None,
+    "of_fp8_matmul_tflops": 0.21,
+}
 COLUMNS = ("cold_ms", "graph_ms", "warm_ms", "warm_graph_ms")
 
 
@@ -27,7 +38,7 @@ def synthetic_arm(rounds, kind="main"):
         "nrms": 0.03 if rounds else None,
         "fidelity": {"random": {"nrms": 0.03}, "sharp": {"nrms": 0.06}} if rounds else {},
         "counts": {"visits": 1000, "rounds": 1500, "reuse": 2.5},
-        "rates": {"effective_tb_s": 3.2, "effective_tflops": 250.0, "bytes_delivered": 1} if rounds else None,
+        "rates": {**RATES} if rounds else None,
         "notes": {"search_s": 1.25} if kind == "offline" else {},
         **timing,
     }
@@ -53,6 +64,8 @@ def synthetic_report(name="ctx_made_up", scale=1.0):
         "ceilings": {"copy_tb_s": 4.1, "l2_copy_tb_s": None, "fp8_matmul_tflops": 1200.0},
         "settings": {"protocol": {"rounds": 3, "calls": 20, "warmup": 3}},
         "sets": 8,
+        "seeds": list(range(8)),
+        "random_tensors_because": "the file holds picks only",
         "logical": {
             "work": {"picks": 1600, "visible_keys": 100_000, "useful_flops": 819_200_000},
             "counts": {
@@ -149,6 +162,7 @@ def test_report_from_synthetic_results(tmp_path, capsys):
     assert "1.90 times as long" in text
     assert text.count("Arms side by side") == 2 * 2  # heading and alternative text
     assert "Some GPU, driver 1.2" in text
+    assert "<td>3.20</td><td>250 (21%)</td>" in text
     pngs = {path.stem for path in (tmp_path / "out" / "plots").glob("*.png")}
     assert pngs == {"savings", "page-pair"} | {
         f"{kind}-{name}" for kind in ("arms", "offline", "visits") for name in names
@@ -166,6 +180,16 @@ def test_report_without_matplotlib(tmp_path, capsys, monkeypatch):
     assert "matplotlib is not installed" in text
     assert "1.300 (1.200-1.400)" in text
     assert not (tmp_path / "plots").exists()
+
+
+def test_markdown_of_a_report():
+    spec = importlib.util.spec_from_file_location("results_table", ROOT / "scripts" / "results_table.py")
+    results_table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(results_table)
+    text = results_table.markdown(synthetic_report())
+    assert "| `union8` | 1.300 (1.200-1.400) | 1.300 (1.200-1.400) |" in text
+    assert "| 3.00% | 6.00% | 3.20 | 250 |" in text
+    assert "`pr37236` not run: no <such> kernel" in text
 
 
 def test_same_report_same_bytes():

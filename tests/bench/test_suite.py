@@ -11,7 +11,7 @@ from pageweaver_sglang.bench import catalogue, ceilings, fidelity
 from pageweaver_sglang.bench.arms import PublicArm
 from pageweaver_sglang.bench.orders import OFFLINE, find_orders
 from pageweaver_sglang.bench.protocol import Arm
-from pageweaver_sglang.bench.recorded import inputs_of
+from pageweaver_sglang.bench.recorded import inputs_of, why_random
 from pageweaver_sglang.bench.work import work_of
 from pageweaver_sglang.cli import main
 
@@ -129,7 +129,7 @@ def test_offline_orders_permute_each_request(small_workload):
                 assert sorted(order.perm[0, start:end].tolist()) == list(range(start, end)), name
 
 
-def test_recorded_tensors_are_used(tmp_path):
+def test_recorded_tensors_are_used(small_workload):
     generator = torch.Generator().manual_seed(1)
     pages = [torch.randn(3, 128, 1, 128, generator=generator).to(torch.float8_e4m3fn) for _ in range(2)]
     workload = pw.Workload(
@@ -149,6 +149,19 @@ def test_recorded_tensors_are_used(tmp_path):
     assert torch.equal(pw.reference.sparse_prefill(**moved.kwargs()), direct)
     sharp = inputs_of(workload, "cpu", q_scale=4.0)
     assert torch.equal(sharp.q.float(), workload.q.float() * 4)
+    assert why_random(workload) is None
+
+    changes = {
+        "not FP8": {"k_pages": pages[0].bfloat16(), "v_pages": pages[1].bfloat16()},
+        "k_scale is 0.5": {"k_scale": 0.5},
+    }
+    for reason, change in changes.items():
+        other = replace(workload, **change)
+        assert reason in why_random(other)
+        assert inputs_of(other, "cpu").k_cache.dtype == torch.float8_e4m3fn
+    fewer = {"page_ids": workload.page_ids[:2], "k_pages": pages[0][:2], "v_pages": pages[1][:2]}
+    assert "lacks 1 picked pages, page 2 of request 0" in why_random(replace(workload, **fewer))
+    assert why_random(small_workload) == "the file holds picks only"
 
 
 def test_arm_choice_and_its_errors(capsys):

@@ -61,6 +61,10 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
 
 
+def _share(value: float | None) -> str:
+    return "" if value is None else f" ({value:.0%})"
+
+
 def where_measured(report: Report) -> str:
     """Machine, versions, commit, date and command, in one paragraph of plain text."""
     environment = report["environment"]
@@ -91,12 +95,12 @@ def _arms(report: Report) -> str:
                 _percent(arm["nrms"]),
                 _percent(sharp.get("nrms")),
                 f"{arm['counts']['visits']:,}",
-                f"{rates['effective_tb_s']:.2f}",
-                f"{rates['effective_tflops']:.0f}",
+                f"{rates['effective_tb_s']:.2f}{_share(rates['of_l2_copy_tb_s'])}",
+                f"{rates['effective_tflops']:.0f}{_share(rates['of_fp8_matmul_tflops'])}",
             ]
         )
     header = ["arm", "cold, graph (ms)", "cold, eager", "warm, graph", f"times {base}", "NRMS", "NRMS, sharp"]
-    parts = [_table([*header, "pages", "TB/s", "TFLOP/s"], rows)]
+    parts = [_table([*header, "pages", "TB/s (of L2 copy)", "TFLOP/s (of FP8 product)"], rows)]
     idle = [(name, arm["unavailable"] or arm["failed_columns"]) for name, arm in arms.items()]
     idle = [(name, reason) for name, reason in idle if reason]
     if idle:
@@ -196,6 +200,7 @@ def _section(report: Report, figures: Mapping[str, bytes]) -> str:
             _image(figures, f"arms-{name}", "Arms side by side"),
             _savings(report),
             _stages(report),
+            _tensors(report),
             _image(figures, f"offline-{name}", "Orders found beforehand"),
             _untuned(report),
             _notes(report),
@@ -210,6 +215,12 @@ def _section(report: Report, figures: Mapping[str, bytes]) -> str:
         f'<p class="small">{escape(where_measured(report))}</p>',
     ]
     return "".join(parts)
+
+
+def _tensors(report: Report) -> str:
+    reason = report["random_tensors_because"]
+    text = f"Q, K and V are random, since {reason}" if reason else "Q, K and V are the recorded ones"
+    return f'<p class="small">{escape(text)}; seeds {report["seeds"][0]} to {report["seeds"][-1]}.</p>'
 
 
 def _untuned(report: Report) -> str:

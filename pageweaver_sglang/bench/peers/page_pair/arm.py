@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
-from ...protocol import Arm, ArmUnavailable, first_line
+from ...protocol import Arm, ArmUnavailable, CudaClock, first_line
 from .pairing import PairPlan, pair_pages
 
 
@@ -41,7 +41,7 @@ class PagePairArm(Arm):
         self._part = torch.empty(*shape, first.q.shape[2], dtype=first.q.dtype, device=first.q.device)
         self._log_sum = torch.empty(shape, dtype=torch.float32, device=first.q.device)
         try:
-            self.call(0)  # builds the kernels
+            self._warps = self._fastest()
         except Exception as error:  # Triton's own errors share no base class
             raise ArmUnavailable(f"the page-pair kernels fail here ({first_line(error)})") from error
 
@@ -59,14 +59,25 @@ class PagePairArm(Arm):
             self._log_sum,
             self._out,
             page_size=s.page_size,
+            warps=self._warps,
         )
         return self._out
+
+    def _fastest(self) -> int:
+        """Try both sizes of programs on the first set, so that the arm isn't slow by an accidental choice."""
+        clock, times = CudaClock(), {}
+        for warps in (4, 8):
+            self._warps = warps
+            self.call(0)  # builds the kernels
+            times[warps] = min(clock.time(lambda: self.call(0)) for _ in range(3))
+        return min(times, key=times.__getitem__)
 
     def notes(self) -> dict[str, Any]:
         """The pairing's time and counts, and the workspace for partial outputs."""
         sizes = (QUERY_HEADS_PER_KV_HEAD, self._out.shape[2], self._out.element_size())
         return {
             "search_s": self._search_s,
+            "warps": self._warps,
             **self._plan.describe(),
             "padded_workspace_bytes": self._plan.padded_workspace_bytes(*sizes),
             "used_workspace_bytes": self._plan.used_workspace_bytes(*sizes),

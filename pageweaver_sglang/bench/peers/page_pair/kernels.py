@@ -135,6 +135,7 @@ def page_pair_attention(
     out: torch.Tensor,
     *,
     page_size: int,
+    warps: int = 8,
 ) -> None:
     """Attend over a plan and write every row of ``out``.
 
@@ -149,6 +150,7 @@ def page_pair_attention(
         log_sum: float32 workspace, ``kv_heads * tokens * max_partials * heads`` elements.
         out: shape of q, contiguous.
         page_size: tokens per page, a power of two.
+        warps: of the first kernel's programs.
     """
     kv_heads, tokens = plan.counts.shape
     heads, dim = q.shape[1] // kv_heads, q.shape[2]
@@ -179,7 +181,7 @@ def page_pair_attention(
             HEADS=heads,
             DIM=dim,
             PAGE=page_size,
-            num_warps=8,
+            num_warps=warps,
         )
     if tokens:
         _merge_kernel[(tokens, kv_heads)](

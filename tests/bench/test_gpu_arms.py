@@ -1,0 +1,66 @@
+"""Every arm of the benchmark on a Hopper GPU: its output against float64, and a CUDA Graph of its call."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import pageweaver_sglang as pw
+from pageweaver_sglang.bench.catalogue import arm_names, catalogue
+from pageweaver_sglang.bench.compare import unusable_gpu
+from pageweaver_sglang.bench.fidelity import check_arms, compare_rows
+from pageweaver_sglang.bench.orders import find_orders
+from pageweaver_sglang.bench.protocol import ArmUnavailable, capture
+from pageweaver_sglang.bench.recorded import inputs_of
+from pageweaver_sglang.bench.workloads import find_workload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unusable_gpu() is not None, reason=str(unusable_gpu()))]
+
+OURS = ("union", "pageweaver", "offline", "page-pair")
+
+
+@cache
+def loaded(file):
+    workload = pw.load_workload(find_workload(file))
+    return workload, find_orders(workload)
+
+
+def arm_called(name, file):
+    workload, orders = loaded(file)
+    return workload, next(entry.arm for entry in catalogue(orders) if entry.arm.name == name)
+
+
+@pytest.mark.parametrize("name", arm_names())
+@pytest.mark.parametrize("file", ["packed", "m3_tiny_layer"])
+def test_arm_is_right(name, file):
+    workload, arm = arm_called(name, file)
+    found, reasons = check_arms(workload, [arm], rows=256, seed=0)
+    if name not in found and not name.startswith(OURS):
+        pytest.skip(reasons[name])
+    assert reasons == {}
+    assert found[name]["random"]["cosine"] > 0.99
+
+
+@pytest.mark.parametrize("name", arm_names())
+def test_replay_reads_the_buffers_anew(name):
+    """A graph captured on one set gives another set's output once that set's tensors are copied into its buffers."""
+    workload, arm = arm_called(name, "packed")
+    inputs, other = inputs_of(workload, "cuda"), inputs_of(workload, "cuda", seed=5)
+    try:
+        arm.prepare([inputs])
+    except ArmUnavailable as reason:
+        if name.startswith(OURS):
+            raise
+        pytest.skip(str(reason))
+    outputs = []
+    call = arm.call
+    arm.call = lambda index: outputs.append(call(index)) or outputs[-1]
+    replay = capture(arm, 1)[0]
+    for field in ("q", "k_cache", "v_cache"):
+        getattr(inputs, field).copy_(getattr(other, field))
+    replay()
+    torch.cuda.synchronize()
+    replayed, eager = outputs[-1].clone(), call(0)
+    used = int(workload.cu_seqlens[-1])
+    assert compare_rows(replayed[:used], eager[:used])["nrms"] < 1e-3
+    arm.release()
