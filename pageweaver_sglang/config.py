@@ -67,6 +67,8 @@ class Config(BaseModel):
     """SGLang's backend for the dense layers; ``None`` is what SGLang would choose on this GPU."""
     verify_every: int = Field(0, ge=0, description="an integer >= 0 (0 = off)")
     """Every n-th Step 3 call is also computed by SGLang's own path and the difference logged; 0 = never."""
+    timing: bool = Field(False, description="true or false")
+    """Log how long Step 3 takes on the GPU, in every mode; ``pageweaver ab`` switches it on where it needs it."""
     capture_dir: str | None = Field(None, min_length=1, description="a folder, or null (off)")
     """Where Step 3 calls are recorded; ``None`` records nothing, whatever the other ``capture_*`` settings say."""
     capture_layers: Numbers = Field(None, description="layer ids such as 3,7, or null (all)")

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttn
 import pageweaver_sglang
 from pageweaver_sglang.config import Config, load_config
 
-from . import NAME, capture, compat, kernels
+from . import NAME, capture, compat, kernels, timing
 from .options import PAGE_SIZE, BackendError, check_model
 from .step3 import Step3, route, serving
 
@@ -35,7 +35,8 @@ class PageWeaverSparseAttnBackend(MiniMaxSparseAttnBackend):
         super().__init__(runner)
         pool_page_size = self.kv_pool.page_size
         recorder = capture.make_recorder(config, runner, pool_page_size)
-        self.step3 = Step3(config, pool_page_size=pool_page_size, recorder=recorder)
+        timer = timing.make_timer(config.timing, self.req_to_token.device)
+        self.step3 = Step3(config, pool_page_size=pool_page_size, recorder=recorder, timer=timer)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """SGLang's ``forward_extend`` with its Step 3 routed; target verify comes this way too, and stays SGLang's."""

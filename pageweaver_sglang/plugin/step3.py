@@ -21,6 +21,7 @@ from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.config import Config
 
 from . import compat
+from .timing import Step3Timer
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +76,21 @@ class Step3:
         config: the settings; ``mode``, ``verify_every`` and what ``sparse_prefill`` reads.
         pool_page_size: tokens per page of SGLang's KV pool.
         recorder: what records calls, in every mode; None records nothing.
+        timer: what times calls, in every mode; None times nothing.
     """
 
-    def __init__(self, config: Config, *, pool_page_size: int, recorder: Recorder | None = None):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        pool_page_size: int,
+        recorder: Recorder | None = None,
+        timer: Step3Timer | None = None,
+    ):
         self.config = config
         self.pool_page_size = pool_page_size
         self.recorder = recorder
+        self.timer = timer
         self.stats = Stats()
         self._logged: set[str] = set()
 
@@ -98,7 +108,10 @@ class Step3:
         Returns:
             ``[tokens, q_heads, head_dim]``, as SGLang's function would return it.
         """
-        out = self._serve(native, layer_id, call)
+        if self.timer is None:
+            out = self._serve(native, layer_id, call)
+        else:
+            out = self.timer.time(layer_id, call["q"].shape[0], lambda: self._serve(native, layer_id, call))
         if self.recorder is not None:
             self.recorder.offer(layer_id, call, out, lengths)
         return out

@@ -17,6 +17,7 @@ FIELDS = {
     "overflow": "rename",
     "dense_backend": None,
     "verify_every": 0,
+    "timing": False,
     "capture_dir": None,
     "capture_layers": None,
     "capture_chunks": None,
@@ -76,6 +77,7 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_OVERFLOW": "original",
         "PAGEWEAVER_DENSE_BACKEND": "fa3",
         "PAGEWEAVER_VERIFY_EVERY": "10",
+        "PAGEWEAVER_TIMING": "true",
         "PAGEWEAVER_CAPTURE_DIR": "/tmp/calls",
         "PAGEWEAVER_CAPTURE_LAYERS": "3,7",
         "PAGEWEAVER_CAPTURE_CHUNKS": "2",
@@ -85,7 +87,7 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_CAPTURE_MAX_CALLS": "9",
         "PAGEWEAVER_CAPTURE_MAX_SECONDS": "60",
     }
-    values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10]
+    values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10, True]
     values += ["/tmp/calls", (3, 7), (2,), 5, True, 64, 9, 60]
     expected = dict(zip(FIELDS, values, strict=True))
     assert pw.load_config(env=env).model_dump() == expected
@@ -143,6 +145,7 @@ BAD_VALUES = [
     ("dense_backend", "", "the name of an SGLang backend, or null"),
     ("verify_every", -1, r"an integer >= 0"),
     ("verify_every", "often", r"an integer >= 0"),
+    ("timing", 1, "true or false"),
     ("capture_dir", "", "a folder, or null"),
     ("capture_layers", "3,x", "layer ids such as 3,7, or null"),
     ("capture_layers", -1, "layer ids such as 3,7, or null"),

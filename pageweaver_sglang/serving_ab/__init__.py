@@ -1,0 +1,14 @@
+"""Serve a model in several arms and compare them: what ``pageweaver ab`` does.
+
+========== ======================================================================================================
+settings   what is compared: arms, prompt lengths, concurrency, blocks; the order in which arms are served
+launch     command lines and environments of the servers and of SGLang's benchmark client
+client     one run of the client, and what its result file says
+warmup     prompts sent before anything is measured
+serverlog  what a server's log says: mode, calls handed back, Triton's choices, Step 3's time
+session    all blocks of all arms, one server at a time; a report that is complete after every block
+statistics figures of a report: spread over blocks, ratios paired by block, Step 3's share
+========== ======================================================================================================
+
+Nothing here imports torch or SGLang: servers and client are processes of their own.
+"""
