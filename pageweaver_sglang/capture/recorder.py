@@ -138,6 +138,8 @@ class Recorder:
             raise CaptureError(f"capture_dir: {config.capture_dir}: cannot be written: {error}") from None
         self._config = config
         self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._pool_page_size = pool_page_size
         self._chunk_size = chunk_size
         self._rank = rank
