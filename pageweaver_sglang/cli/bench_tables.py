@@ -46,14 +46,15 @@ def arms_table(report: Report) -> Table:
     """Whole calls: time, speed against the base arm, accuracy, rates."""
     base, protocol = base_arm(report), report["settings"]["protocol"]
     ratios = ratios_to(report["arms"], base, "graph_ms") if base else {}
+    speed = f"times {base}" if base else "ratio"
     table = _table(
         f"Step 3, ms per call: median (min-max) of {protocol['rounds']} rounds x {protocol['calls']} calls",
-        f"cold: {report['sets']} input sets in turn · times {base}: by rounds of cold, graph · error: NRMS to float64",
+        f"cold: {report['sets']} input sets in turn · {speed}: by rounds of cold, graph · error: NRMS to float64",
         "arm",
         "cold, graph",
         "cold, eager",
         "warm, graph",
-        f"times {base}",
+        speed,
         "error",
         "sharp",
         "TB/s",

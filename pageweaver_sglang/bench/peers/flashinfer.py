@@ -44,7 +44,8 @@ class _FlashInferArm(Arm):
         self._sets = sets
         self._tables = [PageTables(s) for s in sets]
         self._kv_heads = first.topk_idx.shape[0]
-        self._out = torch.empty_like(first.q, memory_format=torch.contiguous_format)
+        # Zeros: nobody writes padding rows.
+        self._out = torch.zeros_like(first.q, memory_format=torch.contiguous_format)
         # Of one KV head: the kernels want contiguous outputs, which a slice of several heads isn't.
         self._part = torch.empty(
             len(first.q), QUERY_HEADS_PER_KV_HEAD, HEAD_DIM, dtype=first.q.dtype, device=first.q.device
@@ -59,16 +60,17 @@ class _FlashInferArm(Arm):
     def call(self, index: int) -> torch.Tensor:
         """Page lists, then attention, KV head by KV head."""
         s, tables = self._sets[index], self._tables[index]
+        used = slice(0, tables.tokens)
         for head in range(self._kv_heads):
             heads = slice(head * QUERY_HEADS_PER_KV_HEAD, (head + 1) * QUERY_HEADS_PER_KV_HEAD)
             pages = tuple(
                 cache.unflatten(0, (-1, s.page_size))[:, :, head : head + 1] for cache in (s.k_cache, s.v_cache)
             )
             alone = self._kv_heads == 1
-            out = self._out if alone else self._part
-            self._attend(tables, head, s.q[:, heads], pages, out)
+            out = (self._out if alone else self._part)[used]
+            self._attend(tables, head, s.q[used, heads], pages, out)
             if not alone:
-                self._out[:, heads] = out
+                self._out[used, heads] = out
         return self._out
 
     def notes(self) -> dict[str, Any]:

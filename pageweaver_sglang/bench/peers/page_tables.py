@@ -20,6 +20,7 @@ class PageTables:
     """Builds the lists of one input set on its device; what depends on lengths alone is made once, as a server would.
 
     Attributes:
+        tokens: queries that have a list; the padding rows behind the last request have none.
         ascending: every row is ascending and distinct, holds no page behind the query, and -1 only at its end; then
             nothing gets sorted. Found out beforehand, so that no arm pays for a generality that the input doesn't need.
         own_last: moreover every row ends with the query's own page, as SGLang's indexer writes it.
@@ -30,9 +31,9 @@ class PageTables:
     """
 
     def __init__(self, inputs: Step3Inputs) -> None:
-        self._topk, self._page_size = inputs.topk_idx, inputs.page_size
-        tokens = inputs.topk_idx.shape[1]
         bounds = inputs.cu_seqlens.tolist()
+        self.tokens = tokens = bounds[-1]
+        self._topk, self._page_size = inputs.topk_idx[:, :tokens], inputs.page_size
         requests = torch.arange(len(inputs.slot_ids), device=inputs.slot_ids.device)
         self._request = per_token(bounds, tokens, requests, 0)[:, None]
         position = positions(bounds, tokens, inputs.prefix_lens)
@@ -43,7 +44,7 @@ class PageTables:
         # Physical page of every logical page of every request: what any paged backend keeps per batch.
         self._pages = inputs.req_to_token[inputs.slot_ids.long(), :: self._page_size] // self._page_size
         self.ascending = bool(self._rows_are_ascending())
-        self.own_last = self.ascending and bool((inputs.topk_idx.amax(2) == self._own).all())
+        self.own_last = self.ascending and bool((self._topk.amax(2) == self._own).all())
         self._repeats = not self.ascending and bool(self._has_repeats())
         self.lowest = min(int(self._sorted(head)[1].min()) for head in range(len(self._topk))) if tokens else 0
         if self.lowest == 0:
@@ -70,7 +71,7 @@ class PageTables:
 
     def tokens_of(self, count: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
         """Visible tokens of lists of ``count`` pages whose last one ends after ``tail`` tokens, int32."""
-        return (count - 1) * self._page_size + tail
+        return torch.add(tail - self._page_size, count, alpha=self._page_size)
 
     def _sorted(self, kv_head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Distinct visible pages of each query, ascending, then a large number; and how many."""

@@ -99,7 +99,8 @@ def _arms(report: Report) -> str:
                 f"{rates['effective_tflops']:.0f}{_share(rates['of_fp8_matmul_tflops'])}",
             ]
         )
-    header = ["arm", "cold, graph (ms)", "cold, eager", "warm, graph", f"times {base}", "NRMS", "NRMS, sharp"]
+    speed = f"times {base}" if base else "ratio"
+    header = ["arm", "cold, graph (ms)", "cold, eager", "warm, graph", speed, "NRMS", "NRMS, sharp"]
     parts = [_table([*header, "pages", "TB/s (of L2 copy)", "TFLOP/s (of FP8 product)"], rows)]
     idle = [(name, arm["unavailable"] or arm["failed_columns"]) for name, arm in arms.items()]
     idle = [(name, reason) for name, reason in idle if reason]
