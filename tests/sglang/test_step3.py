@@ -228,6 +228,33 @@ def test_compare_leaves_out_rows_that_sglang_has_not_finite():
     assert step3.compare(out[1:2], expected[1:2]).skipped_rows == 1
 
 
+def test_compare_of_a_long_chunk_is_what_the_formulas_say():
+    """It goes through the tokens in parts; no part may be missing or counted twice."""
+    generator = torch.Generator().manual_seed(1)
+    expected = torch.randn(2500, 2, 4, generator=generator)
+    out = expected + 0.1 * torch.randn(2500, 2, 4, generator=generator)
+    out[2499] += 3
+    expected[17] = float("inf")
+    rows = torch.arange(2500) != 17
+    a, b = out[rows].double().flatten(), expected[rows].double().flatten()
+    found = step3.compare(out, expected)
+    assert found.nrms == pytest.approx(float((a - b).norm() / b.norm()), rel=1e-12)
+    assert found.cosine == pytest.approx(float(a @ b / (a.norm() * b.norm())), rel=1e-12)
+    assert found.max_error == float((a - b).abs().max())
+    assert found.skipped_rows == 1
+
+
+def test_a_comparison_that_fails_costs_no_request(caplog):
+    def out_of_memory(**call):
+        raise torch.OutOfMemoryError("no room for a second output")
+
+    served = make(verify_every=1)
+    out = served(out_of_memory, 1, make_call())
+    assert torch.equal(out, Native()(**make_call()))
+    assert "could not be compared" in caplog.text
+    assert served.stats.last_verification is None
+
+
 def test_router_serves_only_while_told_to():
     def flash_prefill_with_gqa_share_sparse(*args, **kwargs):
         return "native"
