@@ -104,8 +104,8 @@ def check_arms(
                 arm.prepare([inputs])
                 figures = compare_rows(arm.call(0)[where], exact[:used] if picked is None else exact)
                 found.setdefault(arm.name, {})[kind] = figures
-            except ArmUnavailable as reason:
-                reasons[arm.name] = str(reason)
+            except ArmUnavailable as error:
+                reasons[arm.name] = str(error)
             except Exception as error:  # an arm is anybody's code: whatever it raises, the others go on
                 reasons[arm.name] = f"fails ({first_line(error)})"
             finally:

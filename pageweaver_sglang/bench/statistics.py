@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COLUMNS = {
+from .protocol import Mode
+
+COLUMNS: dict[str, tuple[str, Mode]] = {
     "cold_ms": ("cold", "eager"),
     "graph_ms": ("cold", "graph"),
     "warm_ms": ("warm", "eager"),
@@ -50,10 +52,10 @@ def savings(arms: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     for column in COLUMNS:
         for window in ("w64", "w128"):
             names = ("union8", f"pageweaver-{window}-fixed", f"pageweaver-{window}")
-            found = [arms.get(name, {}).get(column) for name in names]
-            if any(timing is None for timing in found):
+            found = [timing["median"] for name in names if (timing := arms.get(name, {}).get(column)) is not None]
+            if len(found) < len(names):
                 continue
-            t0, fixed, online = (timing["median"] for timing in found)
+            t0, fixed, online = found
             rows.append(
                 {
                     "column": column,

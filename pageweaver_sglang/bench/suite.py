@@ -158,10 +158,10 @@ def _add_plan_time(arms: dict[str, dict[str, Any]]) -> None:
 
 def _untuned(arms: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """What SGLang's kernel loses when it tuned on a short prompt: the paired ratio of the two arms."""
-    pair = [arms.get(name, {}).get("graph_ms") for name in ("native-short-tuned", "native")]
-    if any(timing is None for timing in pair):
+    short, native = (arms.get(name, {}).get("graph_ms") for name in ("native-short-tuned", "native"))
+    if short is None or native is None:
         return None
-    return {"column": "graph_ms", "times_as_slow": paired_ratio(pair[0]["rounds"], pair[1]["rounds"])}
+    return {"column": "graph_ms", "times_as_slow": paired_ratio(short["rounds"], native["rounds"])}
 
 
 def failures(

@@ -44,7 +44,8 @@ class NativeShortArm(NativeArm):
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Tune on a short call into a dictionary of its own, and leave the shared one as it was."""
-        self._kernel, self._choices = self._find_kernel(), {}
+        self._kernel = self._find_kernel()
+        self._choices: dict[Any, Any] = {}
         before = dict(self._kernel.cache)
         super().prepare([shorten(sets[0], SHORT)])
         self._kernel.cache.update(before)

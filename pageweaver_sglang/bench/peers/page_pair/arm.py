@@ -63,13 +63,16 @@ class PagePairArm(Arm):
         )
         return self._out
 
+    def _first(self) -> None:
+        self.call(0)
+
     def _fastest(self) -> int:
         """Try both sizes of programs on the first set, so that the arm isn't slow by an accidental choice."""
         clock, times = CudaClock(), {}
         for warps in (4, 8):
             self._warps = warps
-            self.call(0)  # builds the kernels
-            times[warps] = min(clock.time(lambda: self.call(0)) for _ in range(3))
+            self._first()  # builds the kernels
+            times[warps] = min(clock.time(self._first) for _ in range(3))
         return min(times, key=times.__getitem__)
 
     def notes(self) -> dict[str, Any]:

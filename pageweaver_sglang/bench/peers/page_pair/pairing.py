@@ -48,8 +48,8 @@ class PairPlan:
 
     def to(self, device: torch.device | str) -> PairPlan:
         """The same plan on another device."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: value.to(device) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
         return replace(self, **moved)
 
     def visits(self) -> int:
