@@ -99,6 +99,8 @@ class XqaArm(_FlashInferArm):
 
     name = "flashinfer-xqa"
     description = "FlashInfer's XQA decode kernel, one request per query; page lists built in the call"
+    # How it scales what it rounds to FP8 is its own affair; a wrong page list is off by far more.
+    max_nrms = 0.12
 
     def _load(self) -> None:
         self._function = _import("flashinfer.decode").xqa_batch_decode_with_kv_cache
