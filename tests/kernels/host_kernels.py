@@ -80,6 +80,10 @@ class HostKernels:
         """Leave one barrier out from now on; for a library of :func:`compile_with_removable_barriers`."""
         self._lib.host_remove_barrier(number)
 
+    def find_races(self, on: bool) -> None:
+        """From now on a race between stores to shared memory is a :class:`KernelFailure`; slow."""
+        self._lib.host_find_races(int(on))
+
     def _check(self, code: int) -> None:
         if code != 0:
             raise KernelFailure(f"cudaError {code}: {self._lib.host_message().decode() or 'invalid value'}")

@@ -11,6 +11,7 @@ from host_kernels import HAS_GXX, HOST
 
 pytestmark = pytest.mark.skipif(not HAS_GXX, reason="no g++ on PATH")
 REVERSE, WARP_VOTES, BARRIER_IN_A_BRANCH, LANES_APART, PARTIAL_MASK = range(5)
+ALL_STORE, STORE_AND_ADD, STORES_IN_TURN, SHUFFLE_IS_NO_BARRIER = range(5, 9)
 
 
 @pytest.fixture(scope="module", params=["own context switch", "ucontext"])
@@ -22,9 +23,9 @@ def run(request, tmp_path_factory):
     shim = ctypes.CDLL(str(library))
     shim.message.restype = ctypes.c_char_p
 
-    def call(kernel, seed):
+    def call(kernel, seed, find_races=False):
         out = np.zeros(192, np.int32)
-        error = shim.run(kernel, ctypes.c_uint64(seed), ctypes.c_void_p(out.ctypes.data))
+        error = shim.run(kernel, ctypes.c_uint64(seed), int(find_races), ctypes.c_void_p(out.ctypes.data))
         return out, error, shim.message().decode()
 
     return call
@@ -50,3 +51,16 @@ def test_wrong_kernels(run, kernel, says, seed):
     assert error != 0
     assert says in message
     assert run(REVERSE, seed)[1:] == (0, "")  # and goes on afterwards
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_races(run, seed):
+    for kernel in (ALL_STORE, STORE_AND_ADD, SHUFFLE_IS_NO_BARRIER):
+        assert run(kernel, seed)[1:] == (0, "")
+        _, error, message = run(kernel, seed, find_races=True)
+        assert error != 0
+        assert "race" in message
+    for kernel in (REVERSE, STORES_IN_TURN):
+        out, error, message = run(kernel, seed, find_races=True)
+        assert (error, message) == (0, "")
+    assert out[:64].all()

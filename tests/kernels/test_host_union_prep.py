@@ -307,6 +307,16 @@ def test_shuffled_order_shows_every_missing_barrier(tmp_path):
     assert unnoticed == []
 
 
+def test_no_two_lanes_store_to_the_same_place(kernels):
+    kernels.find_races(True)
+    try:
+        for seed in range(6):
+            arguments, options = hostile(seed)
+            assert_matches(kernels, arguments, seed=seed % 3, **options)
+    finally:
+        kernels.find_races(False)
+
+
 @pytest.mark.skipif(sanitizer_runtime() is None, reason="g++ has no AddressSanitizer runtime here")
 def test_no_access_out_of_bounds(kernels, tmp_path):
     cases = []

@@ -6,10 +6,11 @@
 // What it checks besides the result:
 //   * shared memory starts as garbage, is allocated to its exact size (AddressSanitizer sees overruns);
 //   * a barrier or collective that not all threads reach, lanes of a warp in different collectives and partial masks
-//   are
-//     errors: launch stops, cudaGetLastError() fails and shim::message says why;
+//     are errors: launch stops, cudaGetLastError() fails and shim::message says why;
 //   * with shim::seed != 0 the next fiber is drawn at random, atomics and __ldg are further switch points, and CTAs run
-//     in random order: code that lacks a barrier then gives wrong or changing results.
+//     in random order: code that lacks a barrier then gives wrong or changing results;
+//   * with shim::find_races it is an error when two threads write the same byte of shared memory with no barrier
+//     between them and not both by an atomic. A store counts when it changes the byte.
 //
 // Not modelled: several CTAs at a time, partial warps, clusters, asynchronous copies, inline PTX.
 #pragma once
@@ -56,6 +57,9 @@ struct alignas(16) int4 {
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
 };
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719 };
@@ -135,9 +139,18 @@ struct Meeting {
   const char* operation = nullptr;
   uint64_t values[2][kWarp];  // of this and of the previous collective: read until the next one is complete
   unsigned generation = 0;
+  unsigned syncs = 0;  // __syncwarp only: other collectives order no memory accesses
+};
+
+// The last write to a byte of shared memory.
+struct Write {
+  int thread = -1;
+  unsigned barrier, warp_sync;
+  bool atomic;
 };
 
 inline uint64_t seed = 0;    // 0: threads and CTAs in order; otherwise at random
+inline bool find_races = false;
 inline std::string message;  // why the last launch failed
 inline cudaError_t last_error = cudaSuccess;
 
@@ -151,6 +164,8 @@ inline Context scheduler;
 inline const std::function<void()>* body;
 inline std::mt19937_64 random_order;
 inline std::unique_ptr<char, void (*)(void*)> shared_block{nullptr, std::free};
+inline std::vector<char> shared_image;  // find_races: shared memory after the last write that was looked at
+inline std::vector<Write> writes;       // per byte of it
 #if defined(__SANITIZE_ADDRESS__)
 inline const void* main_stack;
 inline size_t main_stack_bytes;
@@ -163,6 +178,42 @@ inline void fail(const std::string& what) {
     message = what + " (block " + std::to_string(blockIdx.x) + "," + std::to_string(blockIdx.y) + " thread " +
               std::to_string(current) + ")";
   }
+}
+
+inline void note_write(size_t byte, bool atomic) {
+  const unsigned barrier = block_meeting.generation, warp_sync = warp_meetings[current / kWarp].syncs;
+  Write& last = writes[byte];
+  const bool same_warp = last.thread / kWarp == current / kWarp;
+  const bool ordered = last.barrier != barrier || (same_warp && last.warp_sync != warp_sync);
+  if (last.thread >= 0 && last.thread != current && !ordered && !(last.atomic && atomic))
+    fail("race: byte " + std::to_string(byte) + " of shared memory was last written by thread " +
+         std::to_string(last.thread));
+  last = {current, barrier, warp_sync, atomic};
+}
+
+// Finds what the running thread has stored since the last call.
+inline void note_stores() {
+  if (!find_races || shared_block == nullptr) return;
+  const char* const now = shared_block.get();
+  for (size_t line = 0; line < writes.size(); line += 64) {
+    const size_t end = std::min(line + 64, writes.size());
+    if (std::memcmp(now + line, &shared_image[line], end - line) == 0) continue;
+    for (size_t byte = line; byte < end; ++byte)
+      if (now[byte] != shared_image[byte]) note_write(byte, false);
+    std::memcpy(&shared_image[line], now + line, end - line);
+  }
+}
+
+// The store of an atomic operation.
+template <class T>
+void store_atomically(T* address, T value) {
+  note_stores();
+  *address = value;
+  if (!find_races || shared_block == nullptr) return;
+  const size_t first = reinterpret_cast<char*>(address) - shared_block.get();
+  if (first >= writes.size()) return;  // global memory
+  for (size_t byte = first; byte < first + sizeof(T); ++byte) note_write(byte, true);
+  std::memcpy(&shared_image[first], address, sizeof(T));
 }
 
 inline void leave_fiber() {
@@ -187,6 +238,7 @@ inline void run_fiber(int index) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(main_fake_stack, nullptr, nullptr);
 #endif
+  note_stores();
 }
 
 inline void fiber_entry() {
@@ -221,6 +273,7 @@ inline void switch_point() {
 }
 
 inline void meet(Meeting& meeting, size_t members, const char* operation) {
+  note_stores();
   if (meeting.waiting.empty()) {
     meeting.operation = operation;
   } else if (std::strcmp(meeting.operation, operation) != 0) {
@@ -231,6 +284,7 @@ inline void meet(Meeting& meeting, size_t members, const char* operation) {
     ready.insert(ready.end(), meeting.waiting.begin(), meeting.waiting.end());
     meeting.waiting.clear();
     ++meeting.generation;
+    if (std::strcmp(operation, "__syncwarp") == 0) ++meeting.syncs;
   }
   leave_fiber();
 }
@@ -261,6 +315,10 @@ T& shared_memory() {
     shared_block.reset(
         static_cast<char*>(std::aligned_alloc(std::max<size_t>(alignof(T), 16), (bytes + 15) / 16 * 16)));
     std::memset(shared_block.get(), 0xa7, bytes);
+    if (find_races) {
+      shared_image.assign(shared_block.get(), shared_block.get() + bytes);
+      writes.assign(bytes, Write{});
+    }
   }
   return *reinterpret_cast<T*>(shared_block.get());
 }
@@ -376,13 +434,20 @@ template <class T>
 T atomicOr(T* address, T value) {
   shim::switch_point();
   const T old = *address;
-  *address = old | value;
+  shim::store_atomically(address, static_cast<T>(old | value));
+  return old;
+}
+template <class T>
+T atomicAdd(T* address, T value) {
+  shim::switch_point();
+  const T old = *address;
+  shim::store_atomically(address, static_cast<T>(old + value));
   return old;
 }
 template <class T>
 T atomicCAS(T* address, T expected, T desired) {
   shim::switch_point();
   const T old = *address;
-  if (old == expected) *address = desired;
+  if (old == expected) shim::store_atomically(address, desired);
   return old;
 }

@@ -11,6 +11,8 @@ static_assert(sizeof(pw::Lengths) == 3 * sizeof(void*) + 2 * sizeof(int), "_Leng
 
 EXPORT void host_set_seed(uint64_t seed) { shim::seed = seed; }
 
+EXPORT void host_find_races(int on) { shim::find_races = on != 0; }
+
 EXPORT const char* host_message() { return shim::message.c_str(); }
 
 EXPORT int host_regroup(const int32_t* topk, int64_t head_stride, int64_t row_stride, int kv_heads, int k,

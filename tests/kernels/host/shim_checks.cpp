@@ -38,12 +38,52 @@ __global__ void lanes_apart(int*) {
 
 __global__ void partial_mask(int*) { __syncwarp(0xffff); }
 
+__global__ void all_store(int*) {
+  PW_SHARED(Shared, shared);
+  shared.values[0] = static_cast<int>(threadIdx.x);
+}
+
+__global__ void store_and_add(int*) {
+  PW_SHARED(Shared, shared);
+  if (threadIdx.x == 3)
+    shared.values[0] = 1;
+  else
+    atomicAdd(&shared.values[0], 1);
+}
+
+// A barrier of the CTA orders every store, __syncwarp those of the warp, a shuffle none.
+__global__ void stores_in_turn(int* out) {
+  PW_SHARED(Shared, shared);
+  for (int turn = 0; turn < 3; ++turn) {
+    if (static_cast<int>(threadIdx.x) == 40 * turn % 64) shared.values[0] = 100 + turn;
+    __syncthreads();
+  }
+  atomicAdd(&shared.values[0], 1);
+  for (int turn = 0; turn < 3; ++turn) {
+    if (static_cast<int>(threadIdx.x) == 32 + turn) shared.values[1] = turn;
+    __syncwarp();
+  }
+  __syncthreads();
+  out[threadIdx.x] = shared.values[0] == 166 && shared.values[1] == 2;
+}
+
+__global__ void shuffle_is_no_barrier(int*) {
+  PW_SHARED(Shared, shared);
+  for (int turn = 0; turn < 2; ++turn) {
+    if (static_cast<int>(threadIdx.x) == turn) shared.values[1] = turn;
+    __shfl_sync(~0u, turn, 0);
+  }
+}
+
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int run(int which, uint64_t seed, int* out) {
-  void (*const kernels[])(int*) = {reverse, warp_votes, barrier_in_a_branch, lanes_apart, partial_mask};
+extern "C" __attribute__((visibility("default"))) int run(int which, uint64_t seed, int find_races,
+                                                                 int* out) {
+  void (*const kernels[])(int*) = {reverse,   warp_votes,    barrier_in_a_branch, lanes_apart,          partial_mask,
+                                 all_store, store_and_add, stores_in_turn,      shuffle_is_no_barrier};
   shim::message.clear();
   shim::seed = seed;
+  shim::find_races = find_races != 0;
   PW_LAUNCH(kernels[which], dim3(which == 0 ? 3 : 1), dim3(64), nullptr, out);
   return cudaGetLastError();
 }
