@@ -93,17 +93,28 @@ inline bool rows_are_vectors(const int32_t* topk, int64_t head_stride, int64_t r
   return k % 4 == 0 && reinterpret_cast<uintptr_t>(topk) % 16 == 0 && head_stride % 4 == 0 && row_stride % 4 == 0;
 }
 
-// Four ids of a top-k row from position `first` on; ids outside [0, pages) and positions past k become -1.
-__device__ inline void load_four_pages(const int32_t* row, int first, int k, bool vectors, int pages, int (&ids)[4]) {
+// kCount ids of a top-k row from position `first` on; positions past k become -1. All reads are under way before the
+// first id is needed.
+template <int kCount>
+__device__ inline void load_ids(const int32_t* row, int first, int k, bool vectors, int (&ids)[kCount]) {
+  static_assert(kCount % 4 == 0, "whole vectors");
   if (vectors) {
-    const int4 four = first < k ? __ldg(reinterpret_cast<const int4*>(row + first)) : int4{-1, -1, -1, -1};
-    ids[0] = four.x, ids[1] = four.y, ids[2] = four.z, ids[3] = four.w;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const int4 four = first + i < k ? __ldg(reinterpret_cast<const int4*>(row + first + i)) : int4{-1, -1, -1, -1};
+      ids[i] = four.x, ids[i + 1] = four.y, ids[i + 2] = four.z, ids[i + 3] = four.w;
+    }
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ids[i] = first + i < k ? __ldg(row + first + i) : -1;
+    for (int i = 0; i < kCount; ++i) ids[i] = first + i < k ? __ldg(row + first + i) : -1;
   }
+}
+
+// Ids outside [0, pages) become -1.
+template <int kCount>
+__device__ inline void drop_invalid(int pages, int (&ids)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < kCount; ++i)
     if (ids[i] < 0 || ids[i] >= pages) ids[i] = -1;
 }
 

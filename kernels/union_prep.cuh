@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
 
   int ids[kKeysPerLane] = {-1, -1, -1, -1};
   if (query >= 0 && pages > 0)
-    load_four_pages(topk + head * head_stride + query * row_stride, lane % kLanesPerSlot * kKeysPerLane, k, vectors,
-                    pages, ids);
+    load_ids(topk + head * head_stride + query * row_stride, lane % kLanesPerSlot * kKeysPerLane, k, vectors, ids);
+  drop_invalid(pages, ids);
   uint32_t keys[kKeysPerLane];
 #pragma unroll
   for (int i = 0; i < kKeysPerLane; ++i)
