@@ -91,7 +91,8 @@ def read_result(result: Mapping[str, Any], requests: int, concurrency: int) -> d
         ``input_throughput`` (tokens per second, the client's figure), ``duration_s`` (the client's),
         ``serving_s`` (see :func:`serving_seconds`; None when a time is missing), ``input_tokens``, ``input_lens``,
         ``ttft_s`` per request in the order sent (None: failed, or the client saw no text of the token),
-        ``cached_tokens`` (sum; None when the client doesn't say) and ``problems``, in words.
+        ``cached_tokens`` (sum; None when the client doesn't say) and ``failure``: why the figures are not comparable,
+        or None.
 
     Raises:
         ClientError: something is missing, or of another type.
@@ -115,10 +116,14 @@ def read_result(result: Mapping[str, Any], requests: int, concurrency: int) -> d
     if completed != requests or len(ttfts) != requests:
         first = next((error.strip().splitlines()[-1] for error in errors if error.strip()), "no reason given")
         problems.append(f"{requests - completed} of {requests} requests failed: {first}")
-    elif None in ttfts:
-        problems.append(f"{ttfts.count(None)} of {requests} answers without text, so without a time to first token")
     if cached:
         problems.append(f"{cached} prompt tokens came from a cache, so they were not computed")
     known = [seconds for seconds in ttfts if seconds is not None]
     serving = serving_seconds(known, concurrency) if known and len(known) == requests else None
-    return {**figures, "ttft_s": ttfts, "serving_s": serving, "cached_tokens": cached, "problems": problems}
+    return {
+        **figures,
+        "ttft_s": ttfts,
+        "serving_s": serving,
+        "cached_tokens": cached,
+        "failure": "; ".join(problems) or None,
+    }

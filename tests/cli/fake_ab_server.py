@@ -1,0 +1,89 @@
+"""Stands in for `python -m sglang.launch_server` in the tests of `pageweaver ab`: same log lines, known times.
+
+A prompt of N tokens takes N milliseconds in native, 0.8 of that in union8, half in pageweaver; a quarter of native's
+time, and the same amount less what is saved, is Step 3. FAKE_* variables make one arm misbehave (FAKE_ARM). Like the
+server of serve_check's tests it has a helper that ignores SIGTERM; FAKE_PIDS gets both process ids.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+HELPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+MODE = os.environ["PAGEWEAVER_MODE"]
+SPEED = {"native": 1.0, "union8": 0.8, "pageweaver": 0.5}
+LAYERS = 4
+lock = threading.Lock()
+total = {"calls": 0, "tokens": 0, "seconds": 0.0}
+
+
+def log(text: str) -> None:
+    print(f"[2026-11-30 10:00:00] INFO pageweaver_sglang.plugin: {text}", flush=True)
+
+
+def misbehaves(how: str) -> bool:
+    """Whether this arm is to misbehave in this way: FAKE_<HOW>=arm."""
+    return os.environ.get(f"FAKE_{how}") == MODE
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        length = len(body["input_ids"])
+        with open(os.environ["FAKE_REQUESTS"], "a") as out:
+            out.write(json.dumps([MODE, length, body["input_ids"][0], "skip_special_tokens" in str(body)]) + "\n")
+        if misbehaves("CRASH") and "skip_special_tokens" in str(body):
+            os._exit(3)
+        seconds = length / 1000 * SPEED[MODE]
+        if os.environ["PAGEWEAVER_TIMING"] == "true":
+            with lock:
+                total["calls"] += LAYERS
+                total["tokens"] += LAYERS * length
+                total["seconds"] += length / 1000 * (0.25 - (1 - SPEED[MODE]) / 4)
+                log(
+                    f"pageweaver timing: process {os.getpid()} calls {total['calls']} tokens {total['tokens']} "
+                    f"step3 {total['seconds']:.6f} s"
+                )
+        if misbehaves("FALLBACK"):
+            log("pageweaver: SGLang's own Step 3 serves calls with: attention sink")
+        ttft = 0.0 if misbehaves("NO_TEXT") and body["input_ids"][0] % 4 == 0 else seconds
+        meta = {"fake_ttft": ttft, "cached_tokens": 128 if misbehaves("CACHED") else 0}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"meta_info": meta}).encode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    options, _ = parser.parse_known_args()
+    helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True, stdout=subprocess.PIPE)
+    helper.stdout.readline()
+    with open(os.environ["FAKE_PIDS"], "a") as out:
+        out.write(f"{os.getpid()} {helper.pid}\n")
+    print("Triton autotuning for function _gqa_share_sparse_fwd_kernel,\nwith key as (1, 128),\nfinished after 1.20s,")
+    print("best config selected: num_warps: 4, num_stages: 3;", flush=True)
+    mode = "native" if misbehaves("WRONG_MODE") else MODE
+    log(f"pageweaver STATUS: mode {mode}, engine stream, window 128, guard window, kernels loaded")
+    if misbehaves("DIE"):
+        time.sleep(0.3)
+        sys.exit("RuntimeError: no kernel image is available")
+    if misbehaves("HANG"):
+        time.sleep(600)
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    log("The server is fired up and ready to roll!")
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""`pageweaver ab` with a fake server and a fake client: order, pairing, failures, and that nothing outlives it."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pageweaver_sglang.cli import main
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+ARMS = ["native", "union8", "pageweaver"]
+
+
+def fake(name):
+    return shlex.join([sys.executable, str(HERE / name)])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pids(tmp_path) -> list[int]:
+    path = tmp_path / "pids"
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch):
+    """A quick comparison with fakes."""
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("FAKE_REQUESTS", str(tmp_path / "requests"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"text_config": {"vocab_size": 2000}}')
+    sizes = ["--prompts", "100,200", "--concurrency", "1,2", "--requests", "4", "--patience", "0.1"]
+    places = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--json", str(tmp_path / "ab.json")]
+    programs = ["--server-cmd", fake("fake_ab_server.py"), "--client-cmd", fake("fake_bench_client.py")]
+    return ["ab", *sizes, *places, *programs]
+
+
+def run(arguments, tmp_path, *more):
+    code = main([*arguments, *more])
+    assert not [pid for pid in pids(tmp_path) if alive(pid)], "a process was left"
+    return code, json.loads((tmp_path / "ab.json").read_text())
+
+
+def test_a_whole_comparison(arguments, tmp_path, capsys):
+    code, report = run(arguments, tmp_path, "--blocks", "2", "--", "--trust-remote-code")
+    assert (code, report["failures"]) == (0, [])
+    assert report["order"] == [["native", "union8", "pageweaver"], ["union8", "pageweaver", "native"]]
+    served = [(r["arm"], r["block"], r["timed"]) for r in report["runs"]]
+    assert served == [(arm, b, False) for b, arms in enumerate(report["order"]) for arm in arms] + [
+        (arm, 0, True) for arm in ARMS
+    ]
+    assert [(row["prompt"], row["concurrency"]) for row in report["loads"]] == [(100, 1), (100, 2), (200, 1), (200, 2)]
+    row = report["loads"][3]["arms"]
+    assert row["native"]["times_ttft"]["median"] == 1
+    assert row["pageweaver"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
+    assert row["pageweaver"]["ttft_ms"]["median"] == pytest.approx(100)
+    assert row["pageweaver"]["ttft_ms"]["requests"] == 8
+    assert row["pageweaver"]["times_throughput"]["median"] == pytest.approx(2, rel=0.01)
+    assert row["union8"]["input_throughput"]["blocks"]["1"] == pytest.approx(4 * 200 / 0.321)
+    shares = {(r["prompt"], r["concurrency"], r["arm"]): r for r in report["step3"]}
+    assert shares[200, 1, "native"]["share"] == pytest.approx(0.25)
+    assert shares[200, 1, "native"]["at_most"] == pytest.approx(4 / 3)
+    assert shares[200, 1, "native"]["step3_ms"] == pytest.approx(50)
+    assert shares[100, 1, "pageweaver"]["share"] == pytest.approx(0.25)
+    # Every request's figure, launch lines and what Triton chose are there.
+    first = report["runs"][0]
+    assert first["cells"][1]["ttft_s"] == [0.1] * 4
+    assert first["cells"][1]["input_lens"] == [100] * 4
+    assert "--skip-server-warmup --trust-remote-code" in first["command"]
+    assert "--attention-backend pageweaver --kv-cache-dtype fp8_e4m3 --disable-radix-cache" in first["command"]
+    assert "--random-input-len 100" in first["cells"][0]["command"]
+    assert first["environment"]["PAGEWEAVER_MODE"] == "native"
+    assert first["tuned"][0]["config"] == "num_warps: 4, num_stages: 3"
+    assert [r["environment"]["PAGEWEAVER_TIMING"] for r in report["runs"]] == ["false"] * 6 + ["true"] * 3
+    assert "restarts" in report["switching"]
+    out = capsys.readouterr().out
+    assert "Arms were switched by restarts" in out
+    assert "p99 of 8 requests is close to their largest" in out
+    assert "25.0%" in out
+
+
+def test_warm_up_and_equal_prompts(arguments, tmp_path):
+    run(arguments, tmp_path, "--blocks", "2", "--no-share", "--arms", "native,pageweaver")
+    rows = [json.loads(line) for line in (tmp_path / "requests").read_text().splitlines()]
+    servings = []
+    for mode, length, token, measured in rows:
+        if not servings or (not measured and servings[-1][1]):
+            servings.append((mode, [], []))
+        servings[-1][1 if measured else 2].append((length, token))
+    assert [mode for mode, *_ in servings] == ["native", "pageweaver", "pageweaver", "native"]
+    for _, measured, warm_up in servings:
+        assert len(measured) == 16
+        # The longest alone and first, then both lengths at both concurrencies.
+        assert [length for length, _ in warm_up] == [200] + [200] * 6 + [100] * 6
+        assert all(1000 <= token <= 1500 for _, token in warm_up)
+    # The same prompts for the arms of a block, others in the next block.
+    assert sorted(servings[0][1]) == sorted(servings[1][1])
+    assert sorted(servings[2][1]) == sorted(servings[3][1])
+    assert not set(servings[0][1]) & set(servings[2][1])
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("DIE", "could not be served: the server ended with exit code 1"),
+        ("HANG", "could not be served: the server was not ready after 2 s"),
+        ("WRONG_MODE", "could not be served: the server's log says mode native, so its figures would not be those of"),
+    ],
+)
+def test_an_arm_that_cannot_be_served(arguments, tmp_path, monkeypatch, how, reason):
+    monkeypatch.setenv(f"FAKE_{how}", "union8")
+    sizes = ["--prompts", "100", "--concurrency", "1", "--arms", "native,union8"]
+    code, report = run(arguments, tmp_path, "--blocks", "2", "--start-timeout", "2", *sizes)
+    assert code == 1
+    assert len(report["failures"]) == 1  # not tried again
+    assert report["failures"][0].startswith(f"union8, block 1: {reason}")
+    assert [(run["arm"], run["block"], run["timed"]) for run in report["runs"] if run["arm"] == "native"] == [
+        ("native", 0, False),
+        ("native", 1, False),
+        ("native", 0, True),
+    ]
+    assert [set(row["arms"]) for row in report["loads"]] == [{"native"}]
+    assert {row["arm"] for row in report["step3"]} == {"native"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "failure"),
+    [
+        ("FAKE_CLIENT_FAIL", "100:2", "100 x 2: the client ended with exit code 1"),
+        ("FAKE_CACHED", "union8", "100 x 1: 512 prompt tokens came from a cache, so they were not computed"),
+        ("FAKE_FALLBACK", "union8", "union8, block 1: SGLang's own Step 3 served calls with: attention sink"),
+        ("FAKE_CRASH", "union8", "union8, block 1: the server is gone after 100 x 1"),
+    ],
+)
+def test_a_load_that_fails(arguments, tmp_path, monkeypatch, variable, value, failure):
+    monkeypatch.setenv(variable, value)
+    code, report = run(
+        arguments, tmp_path, "--blocks", "1", "--no-share", "--arms", "native,union8", "--prompts", "100"
+    )
+    assert code == 1
+    assert any(failure in text for text in report["failures"]), report["failures"]
+    assert set(report["loads"][0]["arms"]) >= {"native"}
+    if variable != "FAKE_FALLBACK":
+        assert "union8" not in report["loads"][1]["arms"]
+
+
+def test_answers_without_text(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_NO_TEXT", "native")
+    code, report = run(arguments, tmp_path, "--blocks", "1", "--no-share", "--arms", "native", "--prompts", "100")
+    assert code == 0
+    ttft = report["loads"][0]["arms"]["native"]["ttft_ms"]
+    assert (ttft["requests"], ttft["missing"], ttft["min"]) == (3, 1, 100)
+    assert "2 answers came without text" in capsys.readouterr().out
+
+
+def test_nothing_could_be_served(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_DIE", "native")
+    code, report = run(arguments, tmp_path, "--arms", "native", "--blocks", "2")
+    assert code == 2
+    assert len(report["runs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--arms", "native,fast"], "no arm fast; the arms are native, union8, pageweaver"),
+        (["--arms", "native,native"], "arms: one or more, each once"),
+        (["--requests", "1"], "requests: at least the highest concurrency, 2, got 1"),
+        (["--blocks", "0"], "blocks: at least 1, got 0"),
+        (["--", "--port", "1"], "--port is set by this command"),
+        (["--", "--attention-backend=fa3"], "with attention backend fa3 PageWeaver would never act"),
+        (["--model", "/no/such/model"], "there is no such folder"),
+        (["--server-cmd", "'"], "No closing quotation"),
+    ],
+)
+def test_what_makes_no_comparison(arguments, tmp_path, capsys, more, message):
+    assert main([*arguments, *more]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert pids(tmp_path) == []
+
+
+def test_a_port_that_is_taken(arguments, tmp_path, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert main([*arguments, "--port", str(other.getsockname()[1])]) == 2
+    assert "another server would answer" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["FAKE_HANG", "FAKE_HANG_CLIENT"])
+def test_ended_by_a_signal(arguments, tmp_path, number, where):
+    """While a server starts, and while the client runs; the report holds what was measured until then."""
+    environment = {**os.environ, where: "native", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pageweaver_sglang.cli", *arguments, "--patience", "0.8"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as one:
+        expected = 2 if where == "FAKE_HANG" else 4
+        for _ in range(300):
+            if len(pids(tmp_path)) >= expected:
+                break
+            time.sleep(0.05)
+        one.send_signal(number)
+        time.sleep(0.2)
+        one.send_signal(signal.SIGINT)  # the impatient
+        assert one.wait(60) == (130 if number == signal.SIGINT else 143)
+    assert len(pids(tmp_path)) == expected
+    assert not [pid for pid in pids(tmp_path) if alive(pid)]
+    report = json.loads((tmp_path / "ab.json").read_text())
+    assert report["interrupted"]
+    assert [run["arm"] for run in report["runs"]] == ["native"]
