@@ -10,8 +10,10 @@
 //   pages [warps][128]        2048   the lane with a run's first key     the lane that writes the place out
 //   masks [warps][128]        2048   every key of the run (atomicOr)     the same
 //
-//   Timeline of a warp: find the group | load ids | sort | clear masks, W, place pages and bits, W | write the whole
-//   row (W = __syncwarp). Whole rows are written, so that nothing of an earlier call is left in the buffers.
+//   Timeline of a warp: find the group | load order and lengths | load ids | sort | clear masks, W, place pages and
+//   bits, W | load the pages' cache slots | write the whole row (W = __syncwarp). Few warps share an SM, so time is
+//   round trips to memory: loads that do not depend on each other are issued together. Whole rows are written, so that
+//   nothing of an earlier call is left in the buffers.
 //
 // At most 40 registers per thread, asserted by tests/kernels/test_compile.py.
 #pragma once
@@ -95,21 +97,24 @@ __device__ inline void sort_keys(uint32_t (&keys)[kKeysPerLane]) {
   }
 }
 
-// Physical page of a logical one; -1 when it is not one aligned page of the pool.
-__device__ inline int physical_page(const TokenMap& map, const int32_t* row, int page, int page_size) {
+// Cache slot of the first token of a logical page; -1 when it cannot be read.
+__device__ inline int first_slot(const TokenMap& map, const int32_t* row, int page, int page_size) {
   const int64_t position = static_cast<int64_t>(page) * page_size;
-  if (row == nullptr || position >= map.positions) return -1;
-  const int slot = __ldg(row + position);
-  if (slot < 0 || slot % page_size != 0) return -1;
-  return slot / page_size < map.num_pool_pages ? slot / page_size : -1;
+  return row != nullptr && page >= 0 && position < map.positions ? __ldg(row + position) : -1;
+}
+
+// Physical page that starts with cache slot `slot`; -1 when none of the pool does.
+__device__ inline int physical_page(const TokenMap& map, int slot, int page_size) {
+  const int page = slot / page_size;
+  return (slot >= 0) & (page * page_size == slot) & (page < map.num_pool_pages) ? page : -1;
 }
 
 // ---------------------------------------------------------------- Kernel
 // grid (ceil(groups / 4), kv_heads), block 128
 __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
     union_prep_kernel(const int32_t* __restrict__ topk, int64_t head_stride, int64_t row_stride, int k, bool vectors,
-                      const int32_t* __restrict__ perm, Lengths lengths, TokenMap map, int window, int group_size,
-                      int page_size, PlanPtrs plan, int groups, int max_union) {
+                      const int32_t* __restrict__ perm, Lengths lengths, TokenMap map, int window, int per_window,
+                      int group_size, int page_size, PlanPtrs plan, int groups, int max_union) {
   PW_SHARED(UnionPrepShared, shared);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int group = static_cast<int>(blockIdx.x) * kUnionPrepWarps + warp;
@@ -118,11 +123,11 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
   const int64_t head = blockIdx.y;
   const int64_t plan_row = head * groups + group;
 
-  const int per_window = ceil_div(window, group_size);
-  const Location at = locate(
-      lengths, group, [=](int rows) { return rows / window * per_window + ceil_div(rows % window, group_size); });
+  const Location at = locate(lengths, group, [=](int rows) {
+    return rows / window * per_window + (rows % window + group_size - 1) / group_size;
+  });
   const bool attends = at.request >= 0 && at.request < lengths.requests;
-  int first = 0, members = 0, sequence = 0, prefix = 0, pages = 0;
+  int first = 0, members = 0;
   if (at.request >= 0) {
     const int window_begin = at.unit / per_window * window;  // rows of the request
     const int group_begin = window_begin + at.unit % per_window * group_size;
@@ -130,29 +135,31 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
     first = at.begin + group_begin;
     members = min(group_size, window_end - group_begin);
   }
-  if (attends) {
-    sequence = max(sequence_length(lengths, at), 0);
-    prefix = lengths.prefix_lens[at.request];
-    pages = min(ceil_div(sequence, page_size), kMaxPages);
-  }
-
+  // These reads need nothing but the request: all are under way before the first result is used.
   const int slot = lane / kLanesPerSlot;  // of this lane's four keys
-  int query = -1;
-  if (slot < members) {
-    // Padding rows belong to nobody, whatever the caller's order says of them.
-    query = perm != nullptr && attends ? perm[head * lengths.tokens + first + slot] : first + slot;
-    if (query < at.begin || query >= at.end) query = -1;  // never read a row that is not the request's own
+  int query = -1, sequence = 0, prefix = 0;
+  int64_t request_slot = -1;
+  // Padding rows belong to nobody, whatever the caller's order says of them.
+  if (slot < members) query = perm != nullptr && attends ? perm[head * lengths.tokens + first + slot] : first + slot;
+  if (attends) {
+    sequence = sequence_length(lengths, at);
+    prefix = lengths.prefix_lens[at.request];
+    if (plan.slots != nullptr && map.req_to_token != nullptr)
+      request_slot = map.slot_ids_are_int64 ? static_cast<const int64_t*>(map.slot_ids)[at.request]
+                                            : static_cast<const int32_t*>(map.slot_ids)[at.request];
   }
+  if (query < at.begin || query >= at.end) query = -1;  // never read a row that is not the request's own
+  int ids[kKeysPerLane] = {-1, -1, -1, -1};
+  if (query >= 0)
+    load_ids(topk + head * head_stride + query * row_stride, lane % kLanesPerSlot * kKeysPerLane, k, vectors, ids);
+
+  sequence = max(sequence, 0);
   if (lane % kLanesPerSlot == 0 && slot < group_size) {
     const int limit = query >= 0 && attends ? min(prefix + (query - at.begin), sequence - 1) : -1;
     plan.queries[plan_row * group_size + slot] = query;
     plan.limits[plan_row * group_size + slot] = max(limit, -1);
   }
-
-  int ids[kKeysPerLane] = {-1, -1, -1, -1};
-  if (query >= 0 && pages > 0)
-    load_ids(topk + head * head_stride + query * row_stride, lane % kLanesPerSlot * kKeysPerLane, k, vectors, ids);
-  drop_invalid(pages, ids);
+  drop_invalid(min(ceil_div(sequence, page_size), kMaxPages), ids);
   uint32_t keys[kKeysPerLane];
 #pragma unroll
   for (int i = 0; i < kKeysPerLane; ++i)
@@ -182,21 +189,22 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
   __syncwarp();
 
   const int32_t* row = nullptr;
-  if (plan.slots != nullptr && map.req_to_token != nullptr && attends) {
-    const int64_t id = map.slot_ids_are_int64 ? static_cast<const int64_t*>(map.slot_ids)[at.request]
-                                              : static_cast<const int32_t*>(map.slot_ids)[at.request];
-    if (id >= 0 && id < map.rows) row = map.req_to_token + id * map.req_stride;
+  if (request_slot >= 0 && request_slot < map.rows) row = map.req_to_token + request_slot * map.req_stride;
+  int pages[kKeysPerLane], slots[kKeysPerLane];
+#pragma unroll
+  for (int i = 0; i < kKeysPerLane; ++i) {
+    const int entry = lane + i * kWarpSize;
+    pages[i] = entry < count ? shared.pages[warp][entry] : -1;
+    slots[i] = first_slot(map, row, pages[i], page_size);
   }
   if (lane == 0) plan.counts[plan_row] = count;
 #pragma unroll
   for (int i = 0; i < kKeysPerLane; ++i) {
     const int entry = lane + i * kWarpSize;
     if (entry >= max_union) break;
-    const int page = entry < count ? shared.pages[warp][entry] : -1;
-    plan.pages[plan_row * max_union + entry] = page;
+    plan.pages[plan_row * max_union + entry] = pages[i];
     plan.masks[plan_row * max_union + entry] = static_cast<uint8_t>(shared.masks[warp][entry]);
-    if (plan.slots != nullptr)
-      plan.slots[plan_row * max_union + entry] = page >= 0 ? physical_page(map, row, page, page_size) : -1;
+    if (plan.slots != nullptr) plan.slots[plan_row * max_union + entry] = physical_page(map, slots[i], page_size);
   }
 }
 
@@ -208,9 +216,9 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
 inline cudaError_t launch_union_prep(const int32_t* topk, int64_t topk_head_stride, int64_t topk_row_stride,
                                      int kv_heads, int k, const int32_t* perm, Lengths lengths,
                                      const int32_t* req_to_token, int64_t req_stride, int req_rows, int req_positions,
-                                     const void* slot_ids,
-                                     bool slot_ids_are_int64, int num_pool_pages, int window, int group_size,
-                                     int page_size, PlanPtrs plan, int groups, int max_union, cudaStream_t stream) {
+                                     const void* slot_ids, bool slot_ids_are_int64, int num_pool_pages, int window,
+                                     int group_size, int page_size, PlanPtrs plan, int groups, int max_union,
+                                     cudaStream_t stream) {
   if (k < 0 || k > kMaxTopk || window < 1 || group_size < 1 || group_size > kMaxUnionGroup || page_size < 1 ||
       max_union != group_size * k || lengths.requests < 0)
     return cudaErrorInvalidValue;
@@ -219,7 +227,8 @@ inline cudaError_t launch_union_prep(const int32_t* topk, int64_t topk_head_stri
   const dim3 grid((groups + kUnionPrepWarps - 1) / kUnionPrepWarps, kv_heads);
   const TokenMap map{req_to_token, req_stride, req_rows, req_positions, slot_ids, slot_ids_are_int64, num_pool_pages};
   PW_LAUNCH(union_prep_kernel, grid, dim3(kUnionPrepWarps * kWarpSize), stream, topk, topk_head_stride, topk_row_stride,
-            k, vectors, perm, lengths, map, window, group_size, page_size, plan, groups, max_union);
+            k, vectors, perm, lengths, map, window, ceil_div(window, group_size), group_size, page_size, plan, groups,
+            max_union);
   return cudaGetLastError();
 }
 
