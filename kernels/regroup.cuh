@@ -4,8 +4,9 @@
 // unassigned id; then, until the group is full or no query is left, add the query with the smallest pair (number of its
 // pages that are not in the group's union yet, id) and add its pages to the union. The next group starts with an
 // empty union. Only counts of pages matter, so pages may be renamed freely, and a page that occurs once in a window
-// costs its query one visit whatever the order: it needs no bit. At most window * 16 / 2 pages occur twice or more,
-// so bitmaps of 16 (window 64) or 32 words (window 128) serve every context length.
+// costs its query one visit whatever the order: it needs no bit. (An id that one query repeats gets a bit, and so still
+// counts once.) At most window * 16 / 2 pages occur twice or more, so bitmaps of 16 (window 64) or 32 words (window 128)
+// serve every context length.
 //
 // One CTA per (window, KV head), one thread per query.
 //
@@ -25,7 +26,7 @@
 //   Phase 2, greedy       per query placed: key = cost, query, row; redux.min per warp; B; block minimum; drop the
 //                         winner's pages from the own `remaining` bitmap (registers); cost = popcount. A seed needs no
 //                         minimum: every warp tracks the unassigned set. In windows of 64 the first warp does it alone,
-//                         two queries per lane, without barriers: the second count of bits takes less time than they.
+//                         two queries per lane, and needs no barriers.
 //   Guard                 visits of the original order (block sum, 1 B) before phase 2, of the new one after it.
 //   (B = barrier of the CTA)
 //
