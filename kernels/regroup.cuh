@@ -5,8 +5,8 @@
 // pages that are not in the group's union yet, id) and add its pages to the union. The next group starts with an
 // empty union. Only counts of pages matter, so pages may be renamed freely, and a page that occurs once in a window
 // costs its query one visit whatever the order: it needs no bit. (An id that one query repeats gets a bit, and so still
-// counts once.) At most window * 16 / 2 pages occur twice or more, so bitmaps of 16 (window 64) or 32 words (window 128)
-// serve every context length.
+// counts once.) At most window * 16 / 2 pages occur twice or more, so bitmaps of 16 (window 64) or 32 words (window
+// 128) serve every context length.
 //
 // One CTA per (window, KV head), one thread per query.
 //
