@@ -19,9 +19,7 @@ first tokens that agree with the native mode, or are near-ties there. Exit code 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
 import re
 import shlex
 import signal
@@ -38,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, random_prompt
+from pageweaver_sglang.serving_ab.launch import plugin_variables
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("pageweaver", "union8", "native")
@@ -248,24 +247,6 @@ def send_all(
     for thread in threads:
         thread.join()
     return results
-
-
-def plugin_variables(folder: Path) -> dict[str, str]:
-    """Variables with which a server finds the plugin: none where it is installed.
-
-    From a mere checkout (a machine without a network, say) ``folder`` gets the metadata that an installation would
-    leave, since SGLang finds plugins by their entry point.
-    """
-    points = importlib.metadata.entry_points(group="sglang.srt.plugins")
-    if any(point.name == "pageweaver" for point in points):
-        return {}
-    metadata = folder / f"pageweaver_sglang-{environment.package_versions()['pageweaver-sglang']}.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    name, version = metadata.name.removesuffix(".dist-info").split("-")
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\npageweaver = pageweaver_sglang.plugin:register\n")
-    path = [str(ROOT), str(folder.resolve()), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(entry for entry in path if entry)}
 
 
 def server_command(options: argparse.Namespace, mode: str) -> list[str]:

@@ -228,9 +228,9 @@ def loads_table(report: Mapping[str, Any]) -> Table:
                 load,
                 arm,
                 _span(figures["input_throughput"], 0),
-                _span(figures["times_throughput"], 3),
+                "1" if arm == base else _span(figures["times_throughput"], 3),
                 *(f"{ttft[key]:,.1f}" if ttft else "-" for key in ("median", "mean", "p99")),
-                _span(figures["times_ttft"], 3),
+                "1" if arm == base else _span(figures["times_ttft"], 3),
                 end_section=last,
             )
     return table

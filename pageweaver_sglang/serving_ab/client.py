@@ -51,7 +51,9 @@ def run_client(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if code != 0:
-        raise ClientError(f"the client ended with exit code {code}\n{_tail(log)}")
+        said = _tail(log)
+        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no word of why")
+        raise ClientError(f"the client ended with exit code {code}: {last[:300]}\n{said}")
     try:
         result = json.loads(output.read_text().splitlines()[-1])
     except (OSError, IndexError, ValueError) as error:

@@ -215,11 +215,12 @@ class _Session:
         except (ServerError, OSError, AbError) as error:
             run["failure"] = str(error) if ready else f"could not be served: {error}"
             self._progress.note(f"{where}: {run['failure']}")
-            if not ready:
-                self._lost.add(arm)
         finally:
             facts = read_log(log.read_text(errors="replace")) if log.exists() else LogFacts()
             run |= {"status": facts.status, "fallbacks": facts.fallbacks, "tuned": facts.tuned}
+        if all(entry["failure"] for entry in run["cells"]):  # also when none was reached
+            self._lost.add(arm)
+            self._progress.note(f"{where}: no load could be measured, so {arm} is not served again")
 
     def _check_mode(self, arm: str, server: ServerProcess) -> None:
         """Raise ServerError unless the log says that this arm is served."""

@@ -139,7 +139,7 @@ def test_an_arm_that_cannot_be_served(arguments, tmp_path, monkeypatch, how, rea
 @pytest.mark.parametrize(
     ("variable", "value", "failure"),
     [
-        ("FAKE_CLIENT_FAIL", "100:2", "100 x 2: the client ended with exit code 1"),
+        ("FAKE_CLIENT_FAIL", "100:2", "100 x 2: the client ended with exit code 1: ValueError: no tokenizer"),
         ("FAKE_CACHED", "union8", "100 x 1: 512 prompt tokens came from a cache, so they were not computed"),
         ("FAKE_FALLBACK", "union8", "union8, block 1: SGLang's own Step 3 served calls with: attention sink"),
         ("FAKE_CRASH", "union8", "union8, block 1: the server is gone after 100 x 1"),
@@ -153,6 +153,8 @@ def test_a_load_that_fails(arguments, tmp_path, monkeypatch, variable, value, fa
     assert code == 1
     assert any(failure in text for text in report["failures"]), report["failures"]
     assert set(report["loads"][0]["arms"]) >= {"native"}
+    if variable == "FAKE_CRASH":
+        assert sum("is gone" in text for text in report["failures"]) == 1
     if variable != "FAKE_FALLBACK":
         assert "union8" not in report["loads"][1]["arms"]
 
@@ -164,6 +166,14 @@ def test_answers_without_text(arguments, tmp_path, monkeypatch, capsys):
     ttft = report["loads"][0]["arms"]["native"]["ttft_ms"]
     assert (ttft["requests"], ttft["missing"], ttft["min"]) == (3, 1, 100)
     assert "2 answers came without text" in capsys.readouterr().out
+
+
+def test_an_arm_whose_loads_all_fail_is_not_served_again(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_CLIENT_FAIL", "100:1")
+    more = ["--arms", "native", "--blocks", "3", "--prompts", "100", "--concurrency", "1"]
+    code, report = run(arguments, tmp_path, *more)
+    assert code == 2
+    assert len(report["runs"]) == 1
 
 
 def test_nothing_could_be_served(arguments, tmp_path, monkeypatch):

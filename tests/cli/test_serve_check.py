@@ -1,5 +1,6 @@
 """scripts/serve_check.py: what it reads from a log, what it demands, and that no server outlives it."""
 
+import importlib.metadata
 import json
 import os
 import shlex
@@ -140,7 +141,7 @@ def test_ended_by_a_signal(arguments, tmp_path, number):
 
 
 def test_plugin_is_found_from_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr(serve_check.importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     variables = serve_check.plugin_variables(tmp_path / "metadata")
     code = """
 import importlib.metadata
