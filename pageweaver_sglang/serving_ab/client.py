@@ -115,7 +115,9 @@ def read_result(result: Mapping[str, Any], requests: int, concurrency: int) -> d
     except (KeyError, TypeError, ValueError) as error:
         raise ClientError(f"the client's result can't be read: {type(error).__name__}: {error}") from None
     problems = []
-    if completed != requests or len(ttfts) != requests:
+    if len(ttfts) != requests:
+        problems.append(f"the client sent {len(ttfts)} requests instead of {requests}")
+    elif completed != requests:
         first = next((error.strip().splitlines()[-1] for error in errors if error.strip()), "no reason given")
         problems.append(f"{requests - completed} of {requests} requests failed: {first}")
     if cached:

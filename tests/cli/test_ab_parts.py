@@ -60,6 +60,10 @@ def test_a_request_that_failed():
     assert figures["serving_s"] is None
 
 
+def test_too_few_requests():
+    assert read_result(RESULT, 4, 1)["failure"] == "the client sent 3 requests instead of 4"
+
+
 @pytest.mark.parametrize("changed", [{"ttfts": [1.0]}, {"input_throughput": None}, {"completed": "all"}])
 def test_a_result_that_cannot_be_read(changed):
     with pytest.raises(ClientError, match="the client's result can't be read"):
