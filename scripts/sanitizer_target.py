@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pageweaver_sglang as pw
 from tests.generators import make_case
 
-# (case, what differs from it): tails, holes, several requests, padding, several KV heads, renamed pages.
+# (case, what differs from it): tails, holes, several requests, padding, several KV heads, contexts of 516 and of
+# 4689 pages.
 CASES = (
     ("tail", {"requests": ((20, 700),), "tail": 37}),
     ("holes", {"requests": ((40, 900),)}),
@@ -29,6 +30,7 @@ CASES = (
     ("padded", {"requests": ((10, 400), (5, 0)), "padding": 11}),
     ("heads4", {"requests": ((17, 640),)}),
     ("past_512_pages", {"requests": ((16, 66_000),)}),
+    ("past_512_pages", {"requests": ((70, 600_000),)}),
 )
 
 

@@ -86,6 +86,20 @@ def test_pages_of_a_million_tokens_and_more_than_512_in_a_window():
         assert torch.equal(on_gpu, on_cpu)
 
 
+@pytest.mark.parametrize("pages", [4095, 4096, 4097, 8193])
+@pytest.mark.parametrize("guard", ["none", "window"])
+def test_contexts_around_the_name_table(pages, guard):
+    """Up to 4096 pages an id is its own entry in the name table, past that a hash table gives the entry."""
+    g = torch.Generator().manual_seed(pages)
+    tokens = 200
+    topk = torch.randint(0, pages, (2, tokens, 16), generator=g, dtype=torch.int32)
+    topk[:, :, :10] = pages - 1 - torch.randint(0, 30, (2, tokens, 10), generator=g, dtype=torch.int32)
+    cu, prefix = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([pages * 128 - tokens], dtype=torch.int32)
+    for window in (64, 128):
+        on_cpu, on_gpu = both_permutations(topk, cu, prefix, window=window, guard=guard)
+        assert torch.equal(on_gpu, on_cpu)
+
+
 @pytest.mark.parametrize("name", CASE_NAMES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cases(name, seed):
