@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 class Clock(Protocol):
     """Marks moments in a stream of work."""
 
-    def mark(self) -> object:
+    def mark(self) -> Any:
         """A mark at the end of the work given so far."""
 
-    def seconds(self, start: object, end: object) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks; waits until the work before ``end`` is done."""
 
 
@@ -63,7 +63,7 @@ class Step3Timer:
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._open: list[tuple[object, object]] = []
+        self._open: list[tuple[Any, Any]] = []
         self._last_layer = -1
         self.calls = 0
         self.tokens = 0

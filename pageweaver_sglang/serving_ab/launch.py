@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -146,6 +147,19 @@ def choose_port(wanted: int) -> int:
         except OSError as error:
             raise AbError(f"port {wanted} is taken ({error.strerror}): another server would answer") from error
         return int(probe.getsockname()[1])
+
+
+def wait_until_it_answers(port: int, seconds: float = 60.0) -> None:
+    """Wait for a server that has logged that it is ready: without its own warm-up SGLang logs that before it listens.
+
+    Raises:
+        OSError: nothing listened in that time.
+    """
+    deadline = time.monotonic() + seconds
+    while not answers(port):
+        if time.monotonic() > deadline:
+            raise OSError(f"the server said that it was ready, but nothing listened at port {port} for {seconds:.0f} s")
+        time.sleep(0.1)
 
 
 def answers(port: int) -> bool:

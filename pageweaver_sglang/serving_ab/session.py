@@ -201,7 +201,11 @@ class _Session:
                 run["start_s"] = round(server.wait_ready(settings.start_timeout), 1)
                 self._check_mode(arm, server)
                 self._progress.now(f"{where}: warming up")
-                run["warm_up_requests"] = warmup.warm_up(settings, port)
+                try:
+                    launch.wait_until_it_answers(port)
+                    run["warm_up_requests"] = warmup.warm_up(settings, port)
+                except OSError as error:
+                    raise ServerError(f"warm-up: {error}\n{server.tail()}") from error
                 ready = True
                 self._progress.advance()
                 for cell in settings.cells:

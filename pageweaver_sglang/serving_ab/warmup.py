@@ -7,6 +7,7 @@ length at every concurrency, so that kernels are compiled and buffers have grown
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import urllib.error
@@ -67,3 +68,5 @@ def _send(port: int, prompt: list[int], timeout: float) -> None:
             response.read()
     except urllib.error.HTTPError as error:
         raise OSError(f"HTTP {error.code}: {error.read()[:300].decode(errors='replace')}") from error
+    except http.client.HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -41,6 +41,9 @@ class Handler(BaseHTTPRequestHandler):
         length = len(body["input_ids"])
         with open(os.environ["FAKE_REQUESTS"], "a") as out:
             out.write(json.dumps([MODE, length, body["input_ids"][0], "skip_special_tokens" in str(body)]) + "\n")
+        if misbehaves("REFUSE"):
+            self.send_error(400, "the prompt is too long")
+            return
         if misbehaves("CRASH") and "skip_special_tokens" in str(body):
             os._exit(3)
         seconds = length / 1000 * SPEED[MODE]
@@ -79,8 +82,9 @@ def main() -> None:
         sys.exit("RuntimeError: no kernel image is available")
     if misbehaves("HANG"):
         time.sleep(600)
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
     log("The server is fired up and ready to roll!")
+    time.sleep(0.2)  # as SGLang, which logs it before it listens when its warm-up is skipped
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     server.serve_forever()
 
