@@ -211,8 +211,7 @@ def test_a_port_that_is_taken(arguments, tmp_path, capsys):
     assert "another server would answer" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["FAKE_HANG", "FAKE_HANG_CLIENT"])
+@pytest.mark.parametrize(("number", "where"), [(signal.SIGTERM, "FAKE_HANG"), (signal.SIGINT, "FAKE_HANG_CLIENT")])
 def test_ended_by_a_signal(arguments, tmp_path, number, where):
     """While a server starts, and while the client runs; the report holds what was measured until then."""
     environment = {**os.environ, where: "native", "PYTHONPATH": str(ROOT)}
