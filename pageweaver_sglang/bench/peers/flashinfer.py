@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import statistics
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,16 +83,19 @@ class _FlashInferArm(Arm):
         for name in ("_sets", "_tables", "_out", "_part"):
             self.__dict__.pop(name, None)
 
+    @abstractmethod
     def _load(self) -> None:
-        raise NotImplementedError
+        """Import FlashInfer's function. Raises :class:`ArmUnavailable`."""
 
+    @abstractmethod
     def _ready(self) -> None:
-        raise NotImplementedError
+        """Make what the function needs beside the inputs."""
 
+    @abstractmethod
     def _attend(
         self, tables: PageTables, head: int, q: torch.Tensor, pages: tuple[torch.Tensor, ...], out: torch.Tensor
     ) -> None:
-        raise NotImplementedError
+        """Attention of one KV head's queries ``q`` over its ``pages``, into ``out``."""
 
 
 class XqaArm(_FlashInferArm):
