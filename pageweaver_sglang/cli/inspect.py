@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
@@ -25,15 +26,27 @@ from pageweaver_sglang.inspection import (
     verdict,
 )
 
-from .output import make_console
+from .output import LOG_WIDTH, make_console
 
 _EXPLAINED = 8  # files of which each gets a sentence; of more only the layers do
+
+# Columns beside the file's name, from the widest table to the narrowest (see _cells).
+_VISITS_COUNTED = ("visits", "W64 of visits", "W128 of visits")
+_ROUNDS_COUNTED = ("rounds", "W64 of rounds", "W128 of rounds")
+_VISITS_SAVED = ("visits", "W64 of visits saved", "W128 of visits saved")
+_ROUNDS_SAVED = ("rounds", "W64 of rounds saved", "W128 of rounds saved")
+_CALL = ("layer", "prefix + chunk", "overlap", "reuse")
+_FULL = (*_CALL, *_VISITS_COUNTED, *_ROUNDS_COUNTED, "verdict")
+_PERCENT = (*_CALL, *_VISITS_SAVED, *_ROUNDS_SAVED, "verdict")
+_VISITS = (*_CALL, *_VISITS_SAVED, "verdict")
+_NARROW = ("layer", "reuse", *_VISITS_SAVED, "verdict")
 
 HELP = f"""say what regrouping would save on recorded or made workloads, and whether it is worth it
 For every file: page visits, rounds and reuse in the original order and regrouped in windows of 64 and of 128 (groups
 of 8, no guard), how much consecutive queries overlap, and a verdict. It goes by page visits with the guard on, as a
-server has it: below {SMALL_SAVING:.0%} saved regrouping isn't worth it, from {GOOD_SAVING:.0%} it is, between them
-measure; below a reuse of {LITTLE_SHARED} there is nothing to share. No GPU needed.
+server has it: below {SMALL_SAVING:.0%} saved regrouping isn't worth it, from {GOOD_SAVING:.0%} it is, between them \
+measure; below a reuse of {LITTLE_SHARED} there
+is nothing to share. No GPU needed.
 Exit code 0: everything was read. 1: some files can't be read. 2: none can, or a wrong option."""
 
 
@@ -149,30 +162,14 @@ def _layers(found: dict[Path, Inspection]) -> dict[int, Inspection]:
 
 
 def _show(found: dict[Path, Inspection], plots: dict[Path, Path], console: Console) -> None:
-    table = Table(
-        title="Page visits and rounds, groups of 8; in brackets what regrouping saves",
-        caption="overlap: mean Jaccard index of consecutive queries · reuse: queries that use a visited page, of 8",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("file", overflow="fold")
-    table.add_column("layer", justify="right")
-    table.add_column("prefix + chunk")
-    for column in ("overlap", "reuse", "visits", "W64", "W128", "rounds", "W64", "W128"):
-        table.add_column(column, justify="right")
-    table.add_column("verdict")
-    for path, one in found.items():
-        table.add_row(escape(path.stem), *_cells(one))
     explained = {path.stem: one for path, one in found.items()} if len(found) <= _EXPLAINED else {}
+    summary: dict[str, Inspection] = {}
     if len(found) > 1:
         layers = _layers(found)
         summary = {f"layer {layer} together": one for layer, one in layers.items()} if len(layers) < len(found) else {}
         summary["together"] = combine(list(found.values()))
-        table.add_section()
-        for name, one in summary.items():
-            table.add_row(name, *_cells(one))
         explained |= summary
-    console.print(table)
+    console.print(_table(found, summary, console))
     for name, one in explained.items():
         style = "bold" if name == "together" else None
         console.print(f"{name}: {verdict(one)[1]}", style=style, markup=False, highlight=False)
@@ -180,15 +177,63 @@ def _show(found: dict[Path, Inspection], plots: dict[Path, Path], console: Conso
         console.print(f"Plot: {target}", markup=False, highlight=False)
 
 
-def _cells(one: Inspection) -> list[str]:
+def _table(found: dict[Path, Inspection], summary: dict[str, Inspection], console: Console) -> Table:
+    """A row per file and per sum of files; in a narrow terminal fewer columns, so that no figure is cut."""
+    full = _table_of(found, summary, _FULL)
+    if console.width >= LOG_WIDTH:
+        return full
+    unbounded = console.options.update(max_width=1000)
+    for columns in (_PERCENT, _VISITS):
+        table = _table_of(found, summary, columns)
+        if Measurement.get(console, unbounded, table).maximum <= console.width:
+            return table
+    return _table_of(found, summary, _NARROW)
+
+
+def _table_of(found: dict[Path, Inspection], summary: dict[str, Inspection], columns: tuple[str, ...]) -> Table:
+    where = "in brackets" if columns is _FULL else "W64, W128:"
+    overlap = "overlap: mean Jaccard index of consecutive queries · "
+    counted = "Page visits and rounds" if "rounds" in columns else "Page visits"
+    table = Table(
+        title=f"{counted}, groups of 8; {where} what regrouping saves",
+        caption=overlap * ("overlap" in columns) + "reuse: queries that use a visited page, of 8",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("file", overflow="fold")
+    for column in columns:
+        left = column in ("prefix + chunk", "verdict")
+        table.add_column(column.partition(" of ")[0], justify="left" if left else "right")
+    for path, one in found.items():
+        cells = _cells(one)
+        table.add_row(escape(path.stem), *(cells[column] for column in columns))
+    if summary:
+        table.add_section()
+        for name, one in summary.items():
+            cells = _cells(one)
+            table.add_row(name, *(cells[column] for column in columns))
+    return table
+
+
+def _cells(one: Inspection) -> dict[str, str]:
+    """What can stand in a row, by column."""
     original = one.orders["original"]
     if len(one.requests) == 1:
         chunk, prefix = one.requests[0]
         where = f"{prefix:,} + {chunk:,}"
     else:
         where = f"{len(one.requests)} requests, {one.tokens:,} queries"
-    cells = ["" if one.layer is None else str(one.layer), where, f"{one.overlap:.2f}", f"{original.reuse:.2f}"]
+    cells = {
+        "layer": "" if one.layer is None else str(one.layer),
+        "prefix + chunk": where,
+        "overlap": f"{one.overlap:.2f}",
+        "reuse": f"{original.reuse:.2f}",
+        "verdict": verdict(one)[0],
+    }
     for kind in ("visits", "rounds"):
-        cells.append(f"{getattr(original, kind):,}")
-        cells += [f"{getattr(one.orders[name], kind):,} ({one.saving(name, kind):.1%})" for name in ("w64", "w128")]
-    return [*cells, verdict(one)[0]]
+        cells[kind] = f"{getattr(original, kind):,}"
+        for name in ("w64", "w128"):
+            saved = f"{one.saving(name, kind):.1%}"
+            cells[f"{name.upper()} of {kind}"] = f"{getattr(one.orders[name], kind):,} ({saved})"
+            cells[f"{name.upper()} of {kind} saved"] = saved
+    return cells

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from rich.console import Console
 
 from pageweaver_sglang import inspection_plots
-from pageweaver_sglang.cli import main
+from pageweaver_sglang.cli import inspect, main
 from pageweaver_sglang.synthetic import Recipe, make_workload
 
 
@@ -58,6 +59,16 @@ def test_many_calls_are_explained_by_layer(capsys, folder):
     assert "call3: " not in shown
     layers = json.loads(report.read_text())["layers"]
     assert layers["0"]["tokens"] == layers["1"]["tokens"] == 5 * 64
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_figure_is_cut_in_a_terminal(monkeypatch, capsys, folder, width):
+    monkeypatch.setattr(inspect, "make_console", lambda: Console(width=width))
+    code, shown, _ = run(capsys, folder, "ctx64k_a")
+    assert code == 0
+    assert "…" not in shown
+    assert "│ 103,496 │ 11.0% │ 12.1% │" in shown
+    assert ("│ 49,152 + 15,272 │" in shown) == (width == 120)
 
 
 def test_json_alone(capsys, folder):
