@@ -119,9 +119,20 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
-    print(markdown(json.loads(Path(sys.argv[1]).read_text())))
+    file = sys.argv[1]
+    try:
+        report = json.loads(Path(file).read_text())
+        if not isinstance(report, dict) or not {"environment", "workload"} <= report.keys():
+            raise ValueError("no report of `pageweaver bench` or `pageweaver demo --json`")
+    except OSError as error:
+        sys.exit(f"results_table.py: {file}: {error.strerror}")
+    except json.JSONDecodeError as error:
+        sys.exit(f"results_table.py: {file}: not a JSON file: {error}")
+    except ValueError as error:
+        sys.exit(f"results_table.py: {file}: {error}")
+    print(markdown(report))
 
 
 if __name__ == "__main__":

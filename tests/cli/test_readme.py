@@ -85,6 +85,18 @@ def test_results_table(tmp_path, capsys):
     assert shown.splitlines()[-1] == "| `union8` | 1.50 (1.40-1.62) | 3.6% |"
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), ("x", "not a JSON file"), ("{}", "no report")]
+)
+def test_results_table_of_something_else(monkeypatch, tmp_path, content, message):
+    file = tmp_path / "file.json"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setattr("sys.argv", ["results_table.py", str(file)])
+    with pytest.raises(SystemExit, match=message):
+        load_script("results_table").main()
+
+
 def test_committed_reports_are_readable():
     """Every committed result of the demo can be printed, and says what it was measured on."""
     results_table = load_script("results_table")
