@@ -98,19 +98,20 @@ class Config(BaseModel):
         return self.capacity if self.overflow == "original" else None
 
 
-def load_config(path_or_profile: str | os.PathLike[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:
+def load_config(path_or_profile: str | os.PathLike[str] | None = None, env: Mapping[str, str] | None = None) -> Config:
     """Read the settings: defaults, then a YAML profile, then the environment.
 
     Args:
         path_or_profile: a YAML file (anything with a path separator or the suffix ``.yaml`` or ``.yml``), or the name
             of a profile in ``configs/``. ``None`` takes ``PAGEWEAVER_CONFIG``, or no profile where that is not set.
-        env: the environment. ``PAGEWEAVER_<FIELD>`` overrides a field, its value read as YAML; an empty value counts
-            as not set.
+        env: the environment, by default ``os.environ``. ``PAGEWEAVER_<FIELD>`` overrides a field, its value read as
+            YAML; an empty value counts as not set.
 
     Raises:
         ConfigError: no such profile, a file that is not a mapping, or a setting that is unknown, of the wrong type or
             out of range (the message names the key, the value and what is allowed).
     """
+    env = os.environ if env is None else env
     chosen = path_or_profile if path_or_profile is not None else env.get("PAGEWEAVER_CONFIG") or None
     values: dict[str, Any] = {}
     if chosen is not None:
