@@ -17,6 +17,7 @@ stamp="$("$python" -c 'import sys; print(sys.version, sys.executable)') $(cat py
 if [ "$(cat "$venv/.pageweaver-setup" 2>/dev/null)" != "$stamp" ]; then
   echo "test.sh: setting up $venv (a few minutes)"
   PYTHON=$python scripts/install-sglang-cpu.sh "$venv"
+  echo "test.sh: PageWeaver and the test tools (pip now lists what SGLang misses: all meant, see install-sglang-cpu.sh)"
   "$venv/bin/python" -m pip install -q -e '.[test,dev]'
   echo "$stamp" >"$venv/.pageweaver-setup"
 fi
