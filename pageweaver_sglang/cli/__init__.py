@@ -28,7 +28,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (see each command's ``--help``)."""
-    arguments = parser().parse_args(argv)
+    top = parser()
+    arguments, unknown = top.parse_known_args(argv)
+    if unknown:
+        hint = "; arguments for the servers come after --" if arguments.command == "ab" else ""
+        top.error(f"pageweaver {arguments.command}: unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:

@@ -164,10 +164,11 @@ def run(arguments: argparse.Namespace) -> int:
     # Servers are ended on SIGTERM as they are on Ctrl-C.
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        settings = settings_of(arguments)
         for folder in (arguments.out, target.parent):
             folder.mkdir(parents=True, exist_ok=True)
         with shown.bar:
-            run_session(settings_of(arguments), save, shown, arguments.commit)
+            run_session(settings, save, shown, arguments.commit)
     except (AbError, OSError) as error:
         errors.print(f"pageweaver ab: {error}", style="red", markup=False, highlight=False)
         return 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pageweaver_sglang.cli import main
 from pageweaver_sglang.serving_ab import launch, statistics
 from pageweaver_sglang.serving_ab.client import ClientError, read_result, run_client, serving_seconds
 from pageweaver_sglang.serving_ab.serverlog import Step3Time, read_log, step3_between
@@ -203,3 +204,16 @@ def test_client_arguments_are_known_to_the_installed_sglang():
         assert f'"{option}"' in text, option
     body = json.loads(command[command.index("--extra-request-body") + 1])
     assert body["sampling_params"]["max_new_tokens"] == 1
+
+
+def test_a_wrong_option_makes_no_folder(tmp_path, capsys):
+    assert main(["ab", "--model", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+    assert capsys.readouterr().err.startswith("pageweaver ab: --model")
+
+
+def test_server_arguments_without_dashes_are_explained(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["ab", "--model", "m", "--tp-size", "8"])
+    error = capsys.readouterr().err
+    assert "pageweaver ab: unrecognized arguments: --tp-size; arguments for the servers come after --" in error
