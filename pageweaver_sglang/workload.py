@@ -193,7 +193,9 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"load_workload: {path}: cannot be read as an .npz of plain arrays: {error}") from None
+        # What numpy takes for a pickle is any file that starts like none of its own; its advice to load it leads astray.
+        reason = "it is no zip archive" if "pickled (object) data" in str(error) else error
+        raise ValueError(f"load_workload: {path}: cannot be read as an .npz of plain arrays: {reason}") from None
 
 
 def _to_torch(array: np.ndarray) -> torch.Tensor:
