@@ -193,7 +193,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        # What numpy takes for a pickle is any file that starts like none of its own; its advice to load it leads astray.
+        # numpy takes any file that starts like none of its own for a pickle; its advice to load it leads astray.
         reason = "it is no zip archive" if "pickled (object) data" in str(error) else error
         raise ValueError(f"load_workload: {path}: cannot be read as an .npz of plain arrays: {reason}") from None
 

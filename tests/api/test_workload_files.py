@@ -273,7 +273,7 @@ def test_files_that_are_no_archives(tmp_path):
     with pytest.raises(ValueError, match="a single array"):
         pw.load_workload(path)
     path.write_bytes(b"words\n")
-    with pytest.raises(ValueError, match="cannot be read as an .npz of plain arrays: it is no zip archive"):
+    with pytest.raises(ValueError, match="of plain arrays: it is no zip archive"):
         pw.load_workload(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="cannot be read"):
