@@ -244,13 +244,15 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     """Print the report for people."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in diagnosis.findings:
-        mark = "[red]✗[/]" if finding.problem else "[green]✓[/]"
+        absent = finding.found.startswith("not ") or ", unusable: " in finding.found
+        mark = "[red]✗[/]" if finding.problem else "-" if absent else "[green]✓[/]"
         table.add_row(mark, finding.name, escape(finding.found))
     console.print(table)
     if diagnosis.settings:
         settings = Table("setting", "value", "from", title="Settings in effect", title_justify="left")
         for name, value, source in diagnosis.settings:
-            settings.add_row(name, str(value), source)
+            shown = value if isinstance(value, str) else json.dumps(value)  # as a profile has it: null, false
+            settings.add_row(name, escape(shown), source)
         console.print(settings)
     console.print(diagnosis.verdict, style="red" if diagnosis.problems else "green")
     for problem in diagnosis.problems:

@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from rich.console import Console
 
 from pageweaver_sglang import Config
 from pageweaver_sglang.bench import environment
@@ -187,6 +188,15 @@ def test_bare_machine(monkeypatch, capsys):
     assert "would not run PageWeaver" in shown
     assert "There is no NVIDIA GPU here" in shown
     assert "SGLang is not installed" in shown
+
+
+def test_what_is_absent_gets_no_tick(capsys):
+    diagnosis = doctor.Diagnosis()
+    diagnosis.add("Triton", "not installed")
+    diagnosis.add("nvcc", "/bin/nvcc, release 13.0")
+    doctor.show(diagnosis, Console(width=80))
+    shown = capsys.readouterr().out.splitlines()
+    assert [line[0] for line in shown[:2]] == ["-", "✓"]
 
 
 def test_importing_the_command_imports_no_sglang():
