@@ -94,6 +94,8 @@ class Settings:
                 raise AbError(f"{name}: at least 1, got {value}")
         if min(*self.prompts, *self.concurrency) < 1:
             raise AbError("prompts and concurrency: at least 1")
+        if not 0 <= self.port <= 65535:
+            raise AbError(f"port: from 0 (a free one) to 65535, got {self.port}")
         if not 0 <= self.seed <= 4000:
             raise AbError(f"seed: from 0 to 4000, got {self.seed}")
         if self.requests < max(self.concurrency):

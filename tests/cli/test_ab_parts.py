@@ -39,6 +39,11 @@ def test_order():
     assert max(Settings("m", seed=4000).client_seed(999, cell) for cell in settings.cells) < 2**32
 
 
+def test_a_port_that_is_none():
+    with pytest.raises(AbError, match="to 65535, got 65536"):
+        Settings("m", port=65536)
+
+
 def test_serving_seconds():
     assert serving_seconds([1, 2, 3], 1) == 6
     # Two at a time: 0-4 | 0-1, 1-3, 3-6
