@@ -20,7 +20,7 @@ from rich.table import Table
 from pageweaver_sglang.serving_ab.session import Progress, run_session
 from pageweaver_sglang.serving_ab.settings import ARMS, AbError, Cell, Settings
 
-from .output import make_console
+from .output import explain, make_console
 
 HELP = """compare the arms in served models, with SGLang's own benchmark client
 Every block starts one server per arm, warms it up and sends prompts of random token ids that ask for one token; blocks
@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
         with shown.bar:
             run_session(settings, save, shown, arguments.commit)
     except (AbError, OSError) as error:
-        errors.print(f"pageweaver ab: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"pageweaver ab: {explain(error)}", style="red", markup=False, highlight=False)
         return 2
     except (KeyboardInterrupt, SystemExit) as stop:
         if latest:

@@ -20,7 +20,7 @@ from pageweaver_sglang.bench.workloads import WorkloadNotFound, find_workload, w
 
 from . import bench_tables as tables
 from .demo import describe_workload, sentence
-from .output import make_console
+from .output import explain, make_console
 
 HELP = """measure every arm on one or more workloads and write a report
 Needs an H100 or H200; --reference counts pages on any machine instead. Every arm is compared with a float64
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         return measure_all(arguments, console)
     except (_Refused, WorkloadNotFound, ValueError, OSError) as error:
-        errors.print(f"pageweaver bench: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"pageweaver bench: {explain(error)}", style="red", markup=False, highlight=False)
         return 2
 
 

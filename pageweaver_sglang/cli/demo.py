@@ -18,7 +18,7 @@ from pageweaver_sglang.bench.counts import OrderCount, count_orders, differences
 from pageweaver_sglang.bench.protocol import ArmUnavailable, Protocol, Timing
 from pageweaver_sglang.bench.workloads import WorkloadNotFound, expected_counts, find_workload, workload_names
 
-from .output import make_console
+from .output import explain, make_console
 
 HELP = """show what PageWeaver does on one recorded workload; on a Hopper GPU, measure it
 Without a GPU: counts page visits in the original and the regrouped orders, checks them, and checks that attention
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.open("a").close()
     except (WorkloadNotFound, ValueError, OSError) as error:
-        errors.print(f"pageweaver demo: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"pageweaver demo: {explain(error)}", style="red", markup=False, highlight=False)
         return 2
 
     name = path.stem if path.stem in workload_names() else str(path)

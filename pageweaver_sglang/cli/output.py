@@ -13,3 +13,10 @@ LOG_WIDTH = 140
 def make_console() -> Console:
     """A console on standard output, as wide as the terminal, or :data:`LOG_WIDTH` where there is none."""
     return Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+
+
+def explain(error: Exception) -> str:
+    """An error as a message says it: the file and what is the matter with it, where the system names both."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -91,7 +91,8 @@ def test_a_folder_that_cannot_be(capsys, tmp_path):
     for action in ("--on", "--off"):
         code, _, errors = run(capsys, "--dir", tmp_path / "file" / "inside", action)
         assert code == 2
-        assert "pageweaver capture: " in errors
+        assert f"pageweaver capture: {tmp_path / 'file'}" in errors
+        assert "Errno" not in errors
     (tmp_path / "control.json").write_text("{")
     code, _, errors = run(capsys, "--dir", tmp_path)
     assert code == 2
