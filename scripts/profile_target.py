@@ -20,9 +20,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.bench.arms import Stages
 from pageweaver_sglang.bench.inputs import make_inputs
-from pageweaver_sglang.cuda import ops
-from pageweaver_sglang.plan import UnionPlan
 
 
 def main() -> int:
@@ -35,43 +34,10 @@ def main() -> int:
     options = parser.parse_args()
 
     inputs = make_inputs(pw.load_workload(options.workload), "cuda", seed=1)
-    kv_heads, tokens, k = inputs.topk_idx.shape
-    lengths = (inputs.cu_seqlens, inputs.seq_lens, inputs.prefix_lens)
-    perm = None
-    if not options.original:
-        perm = pw.regroup(inputs.topk_idx, inputs.cu_seqlens, inputs.prefix_lens, window=options.window)
-    plan = UnionPlan.empty(
-        kv_heads,
-        tokens,
-        len(inputs.prefix_lens),
-        k,
-        window=options.window,
-        group_size=8,
-        page_size=inputs.page_size,
-        device="cuda",
-        with_slots=True,
-    )
-    ops.prepare_unions(
-        inputs.topk_idx,
-        perm,
-        *lengths,
-        plan,
-        window=options.window,
-        req_to_token=inputs.req_to_token,
-        slot_ids=inputs.slot_ids,
-        num_pool_pages=inputs.k_cache.shape[0] // inputs.page_size,
-    )
-    out = torch.empty_like(inputs.q)
+    stages = Stages([inputs], window=options.window, group_size=8, guard="none", engine=options.engine)
+    plan = stages.prepare_unions(0, None if options.original else stages.regroup(0))
     for _ in range(options.calls):
-        ops.union_attention(
-            inputs.q,
-            inputs.k_cache,
-            inputs.v_cache,
-            plan,
-            out,
-            sm_scale=inputs.q.shape[-1] ** -0.5,
-            engine=options.engine,
-        )
+        stages.attend(0, plan)
     torch.cuda.synchronize()
     print(
         f"{options.workload}: {plan.visits()} visits, {plan.rounds()} rounds, {options.calls} calls of {options.engine}"

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, random_prompt
 from pageweaver_sglang.serving_ab.launch import plugin_variables
+from pageweaver_sglang.serving_ab.serverlog import FALLBACK, STATUS
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("pageweaver", "union8", "native")
@@ -52,14 +53,12 @@ SERVER_ARGUMENTS = (
 )
 
 # What the plugin logs (pageweaver_sglang/plugin: backend.status_line, step3.Step3).
-STATUS = re.compile(r"pageweaver STATUS: (?P<text>mode (?P<mode>\w+), .*)")
 VERIFY = re.compile(
     r"pageweaver verify: layer (?P<layer>\d+) call \d+ tokens (?P<tokens>\d+) requests (?P<requests>\d+) "
     r"kv_heads (?P<kv_heads>\d+) nrms (?P<nrms>[\d.]+|nan|inf)%? max error (?P<max_error>[^ ]+) "
     r"cosine (?P<cosine>[^ ]+)(?: skipped rows (?P<skipped>\d+))?"
 )
 SUMMARY = re.compile(r"pageweaver calls: \{(?P<calls>[^}]*)\} fallbacks: \{(?P<fallbacks>.*)\}")
-FALLBACK = re.compile(r"pageweaver: SGLang's own Step 3 serves calls with: (?P<reason>.*)")
 ERROR = re.compile(
     r"Traceback \(most recent call last\)|CUDA error|illegal memory access|out of memory|Scheduler hit an"
 )

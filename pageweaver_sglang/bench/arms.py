@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,22 @@ def _workspace(sets: Sequence[Step3Inputs], window: int, group_size: int) -> pw.
     )
 
 
+def native_step3() -> tuple[Callable[..., torch.Tensor], Any]:
+    """SGLang's Step 3, and the object with which Triton tunes its kernel (None where this version doesn't tune it).
+
+    Raises:
+        ArmUnavailable: SGLang can't be imported.
+    """
+    try:
+        from sglang.kernels.ops.attention.minimax_sparse.prefill import topk_sparse
+    except Exception as error:  # SGLang raises anything at import when it doesn't like the machine
+        raise ArmUnavailable(f"SGLang's Step 3 can't be imported ({first_line(error)})") from error
+    kernel = getattr(topk_sparse, "_gqa_share_sparse_fwd_kernel", None)
+    while kernel is not None and not hasattr(kernel, "configs"):
+        kernel = getattr(kernel, "fn", None)
+    return topk_sparse.flash_prefill_with_gqa_share_sparse, kernel
+
+
 class NativeArm(Arm):
     """SGLang's own Step 3, as installed, tuned on the measured size.
 
@@ -47,15 +63,9 @@ class NativeArm(Arm):
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Import SGLang's function and let Triton tune it on the first set."""
-        try:
-            from sglang.kernels.ops.attention.minimax_sparse.prefill import topk_sparse
-        except Exception as error:  # SGLang raises anything at import when it doesn't like the machine
-            raise ArmUnavailable(f"SGLang's Step 3 can't be imported ({first_line(error)})") from error
+        function, kernel = native_step3()
         self._sets = sets
-        self._function = topk_sparse.flash_prefill_with_gqa_share_sparse
-        kernel = getattr(topk_sparse, "_gqa_share_sparse_fwd_kernel", None)
-        while kernel is not None and not hasattr(kernel, "configs"):
-            kernel = getattr(kernel, "fn", None)
+        self._function = function
         if kernel is not None:
             kernel.cache.clear()
             kernel.cache_results = False
@@ -125,6 +135,7 @@ class Stages:
         group_size: queries per group.
         guard: as in :func:`pageweaver_sglang.regroup`.
         own_plans: keep one plan per set, so that :meth:`attend` can be called alone, instead of one for all.
+        engine: as in :class:`pageweaver_sglang.Config`; None for the default of the group size.
     """
 
     def __init__(
@@ -135,8 +146,10 @@ class Stages:
         group_size: int,
         guard: str = "window",
         own_plans: bool = False,
+        engine: str | None = None,
     ) -> None:
         self.sets = sets
+        self.engine = engine
         self.window, self.group_size, self.guard = window, group_size, guard
         spaces = [_workspace(sets, window, group_size) for _ in range(len(sets) if own_plans else 1)]
         self._spaces = spaces * (len(sets) if len(spaces) == 1 else 1)
@@ -190,7 +203,8 @@ class Stages:
 
         s = self.sets[index]
         out = self._spaces[index].out(len(s.q))
-        ops.union_attention(s.q, s.k_cache, s.v_cache, plan, out, sm_scale=s.q.shape[-1] ** -0.5)
+        scale = s.q.shape[-1] ** -0.5
+        ops.union_attention(s.q, s.k_cache, s.v_cache, plan, out, sm_scale=scale, engine=self.engine)
         return out
 
 

@@ -15,6 +15,7 @@ from .arms import NativeArm, Stages, prepare_arms
 from .counts import ORDERS
 from .inputs import make_inputs
 from .protocol import Arm, Protocol, first_line, measure, sets_for_cold_cache
+from .statistics import SAVING_WINDOWS, saving_arms, saving_figures
 
 DEVICE = "cuda"
 CACHES = ("cold", "warm")
@@ -114,22 +115,10 @@ def savings(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         median = {name: timing.median for name, timing in run["timings"].items()}
-        for order in ("w64", "w128"):
-            names = ("union8", f"pageweaver-{order}-fixed", f"pageweaver-{order}")
+        for order in SAVING_WINDOWS:
+            names = saving_arms(order)
             if not all(name in median for name in names):
                 continue
-            t0, fixed, online = (median[name] for name in names)
-            rows.append(
-                {
-                    "cache": run["cache"],
-                    "mode": run["mode"],
-                    "order": order,
-                    "t0_ms": t0,
-                    "t_fixed_ms": fixed,
-                    "t_online_ms": online,
-                    "execution_saving_ms": t0 - fixed,
-                    "online_cost_ms": online - fixed,
-                    "net_saving_ms": t0 - online,
-                }
-            )
+            figures = saving_figures(*(median[name] for name in names))
+            rows.append({"cache": run["cache"], "mode": run["mode"], "order": order, **figures})
     return rows

@@ -46,28 +46,36 @@ def ratios_to(arms: Mapping[str, Mapping[str, Any]], base: str, column: str) -> 
     }
 
 
+SAVING_WINDOWS = ("w64", "w128")
+
+
+def saving_arms(window: str) -> tuple[str, str, str]:
+    """The arms of T0 (original order), T_fixed and T_online of a window (``w64`` or ``w128``)."""
+    return ("union8", f"pageweaver-{window}-fixed", f"pageweaver-{window}")
+
+
+def saving_figures(t0: float, fixed: float, online: float) -> dict[str, float]:
+    """The three times (ms) and what follows from them: execution saving, online cost, net saving."""
+    return {
+        "t0_ms": t0,
+        "t_fixed_ms": fixed,
+        "t_online_ms": online,
+        "execution_saving_ms": t0 - fixed,
+        "online_cost_ms": online - fixed,
+        "net_saving_ms": t0 - online,
+    }
+
+
 def savings(arms: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per window and column: T0 (``union8``), T_fixed, T_online; execution saving, online cost, net saving (ms)."""
     rows = []
     for column in COLUMNS:
-        for window in ("w64", "w128"):
-            names = ("union8", f"pageweaver-{window}-fixed", f"pageweaver-{window}")
+        for window in SAVING_WINDOWS:
+            names = saving_arms(window)
             found = [timing["median"] for name in names if (timing := arms.get(name, {}).get(column)) is not None]
             if len(found) < len(names):
                 continue
-            t0, fixed, online = found
-            rows.append(
-                {
-                    "column": column,
-                    "order": window,
-                    "t0_ms": t0,
-                    "t_fixed_ms": fixed,
-                    "t_online_ms": online,
-                    "execution_saving_ms": t0 - fixed,
-                    "online_cost_ms": online - fixed,
-                    "net_saving_ms": t0 - online,
-                }
-            )
+            rows.append({"column": column, "order": window, **saving_figures(*found)})
     return rows
 
 

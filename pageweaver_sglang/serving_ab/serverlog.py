@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 
 # What the plugin logs (pageweaver_sglang/plugin: backend.status_line, step3.Step3, timing.Step3Timer).
-_STATUS = re.compile(r"pageweaver STATUS: (?P<text>mode (?P<mode>\w+), .*)")
-_FALLBACK = re.compile(r"pageweaver: SGLang's own Step 3 serves calls with: (?P<reason>.*)")
+STATUS = re.compile(r"pageweaver STATUS: (?P<text>mode (?P<mode>\w+), .*)")
+FALLBACK = re.compile(r"pageweaver: SGLang's own Step 3 serves calls with: (?P<reason>.*)")
 _TIMING = re.compile(
     r"pageweaver timing: process (?P<process>\d+) calls (?P<calls>\d+) tokens (?P<tokens>\d+) "
     r"step3 (?P<seconds>[\d.]+) s"
@@ -46,9 +46,9 @@ def read_log(text: str) -> LogFacts:
     """Read a log; the timings are cumulative, so that the last line of a process counts."""
     facts = LogFacts()
     for line in text.splitlines():
-        if found := _STATUS.search(line):
+        if found := STATUS.search(line):
             facts.status, facts.mode = found["text"], found["mode"]
-        elif found := _FALLBACK.search(line):
+        elif found := FALLBACK.search(line):
             facts.fallbacks.append(found["reason"])
         elif found := _TIMING.search(line):
             time = Step3Time(int(found["calls"]), int(found["tokens"]), float(found["seconds"]))

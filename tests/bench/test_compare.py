@@ -3,14 +3,13 @@
 import ast
 import importlib.util
 import json
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import pageweaver_sglang as pw
-from pageweaver_sglang.bench import arms, compare, protocol
+from pageweaver_sglang.bench import arms, compare
 from pageweaver_sglang.bench.inputs import make_inputs
 from pageweaver_sglang.cli import demo, main
 
@@ -30,35 +29,11 @@ def workload_file(tmp_path):
 
 
 @pytest.fixture
-def no_gpu(monkeypatch):
-    """Kernels by the reference engine, CUDA events by the host's clock, graphs by calls."""
+def no_gpu(reference_kernels, monkeypatch):
+    """As ``reference_kernels``, with a copy of Q in the place of attention over a plan: these tests look elsewhere."""
     from pageweaver_sglang.cuda import ops
 
-    def regroup(topk_idx, cu_seqlens, prefix_lens, perm, **options):
-        perm.copy_(pw.reference.regroup(topk_idx, cu_seqlens, prefix_lens, **options))
-
-    def prepare_unions(topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, plan, *, window, **where):
-        made = pw.reference.prepare_unions(
-            topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, window=window, group_size=plan.group_size
-        )
-        for name in ("pages", "masks", "counts", "queries", "limits"):
-            getattr(plan, name).copy_(getattr(made, name))
-
-    def union_attention(q, k_cache, v_cache, plan, out, *, sm_scale, k_scale=None, v_scale=None, engine=None):
-        out.copy_(q)
-
-    for function in (regroup, prepare_unions, union_attention):
-        monkeypatch.setattr(ops, function.__name__, function)
-    monkeypatch.setattr(compare, "DEVICE", "cpu")
-    monkeypatch.setattr(compare, "unusable_gpu", lambda: None)
-    monkeypatch.setattr(arms, "build_kernels", lambda: 0.5)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    properties = types.SimpleNamespace(L2_cache_size=100_000)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(protocol, "CudaClock", protocol.HostClock)
-    monkeypatch.setattr(
-        protocol, "capture", lambda arm, sets: [lambda index=index: arm.call(index) for index in range(sets)]
-    )
+    monkeypatch.setattr(ops, "union_attention", lambda q, k_cache, v_cache, plan, out, **scales: out.copy_(q))
 
 
 def test_whole_comparison(no_gpu, workload_file, tmp_path, capsys, monkeypatch):

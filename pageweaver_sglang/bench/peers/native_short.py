@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..arms import NativeArm
+from ..arms import NativeArm, native_step3
 from ..inputs import Step3Inputs
 from ..protocol import ArmUnavailable, first_line
 
@@ -44,7 +44,9 @@ class NativeShortArm(NativeArm):
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Tune on a short call into a dictionary of its own, and leave the shared one as it was."""
-        self._kernel = self._find_kernel()
+        _, self._kernel = native_step3()
+        if self._kernel is None:
+            raise ArmUnavailable("SGLang's Step 3 kernel is not tuned by Triton in this version")
         self._choices: dict[Any, Any] = {}
         before = dict(self._kernel.cache)
         super().prepare([shorten(sets[0], SHORT)])
@@ -68,16 +70,3 @@ class NativeShortArm(NativeArm):
     def release(self) -> None:
         """Forget the inputs."""
         self.__dict__.pop("_sets", None)
-
-    @staticmethod
-    def _find_kernel() -> Any:
-        try:
-            from sglang.kernels.ops.attention.minimax_sparse.prefill import topk_sparse
-        except Exception as error:  # SGLang raises anything at import when it doesn't like the machine
-            raise ArmUnavailable(f"SGLang's Step 3 can't be imported ({first_line(error)})") from error
-        kernel = getattr(topk_sparse, "_gqa_share_sparse_fwd_kernel", None)
-        while kernel is not None and not hasattr(kernel, "configs"):
-            kernel = getattr(kernel, "fn", None)
-        if kernel is None:
-            raise ArmUnavailable("SGLang's Step 3 kernel is not tuned by Triton in this version")
-        return kernel
