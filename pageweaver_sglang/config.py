@@ -67,6 +67,10 @@ class Config(BaseModel):
     """SGLang's backend for the dense layers; ``None`` is what SGLang would choose on this GPU."""
     verify_every: int = Field(0, ge=0, description="an integer >= 0 (0 = off)")
     """Every n-th Step 3 call is also computed by SGLang's own path and the difference logged; 0 = never."""
+    on_error: Literal["native", "raise"] = Field("native", description="native or raise")
+    """An exception inside PageWeaver: SGLang's own Step 3 serves from then on, or (for tests) it is raised."""
+    control_dir: str | None = Field(None, min_length=1, description="a folder, or null (one of the user's)")
+    """Where ``pageweaver switch`` and a running server meet; ``None`` is a folder of the user in the temporary one."""
     timing: bool = Field(False, description="true or false")
     """Log how long Step 3 takes on the GPU, in every mode; ``pageweaver ab`` switches it on where it needs it."""
     capture_dir: str | None = Field(None, min_length=1, description="a folder, or null (off)")

@@ -17,6 +17,8 @@ FIELDS = {
     "overflow": "rename",
     "dense_backend": None,
     "verify_every": 0,
+    "on_error": "native",
+    "control_dir": None,
     "timing": False,
     "capture_dir": None,
     "capture_layers": None,
@@ -77,6 +79,8 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_OVERFLOW": "original",
         "PAGEWEAVER_DENSE_BACKEND": "fa3",
         "PAGEWEAVER_VERIFY_EVERY": "10",
+        "PAGEWEAVER_ON_ERROR": "raise",
+        "PAGEWEAVER_CONTROL_DIR": "/tmp/control",
         "PAGEWEAVER_TIMING": "true",
         "PAGEWEAVER_CAPTURE_DIR": "/tmp/calls",
         "PAGEWEAVER_CAPTURE_LAYERS": "3,7",
@@ -87,7 +91,7 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_CAPTURE_MAX_CALLS": "9",
         "PAGEWEAVER_CAPTURE_MAX_SECONDS": "60",
     }
-    values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10, True]
+    values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10, "raise", "/tmp/control", True]
     values += ["/tmp/calls", (3, 7), (2,), 5, True, 64, 9, 60]
     expected = dict(zip(FIELDS, values, strict=True))
     assert pw.load_config(env=env).model_dump() == expected
@@ -145,6 +149,8 @@ BAD_VALUES = [
     ("dense_backend", "", "the name of an SGLang backend, or null"),
     ("verify_every", -1, r"an integer >= 0"),
     ("verify_every", "often", r"an integer >= 0"),
+    ("on_error", "ignore", "native or raise"),
+    ("control_dir", "", r"a folder, or null"),
     ("timing", 1, "true or false"),
     ("capture_dir", "", "a folder, or null"),
     ("capture_layers", "3,x", "layer ids such as 3,7, or null"),
