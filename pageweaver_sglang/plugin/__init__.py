@@ -9,6 +9,9 @@ options    what ``pageweaver`` means among SGLang's server arguments, before SGL
 hooks      the hooks, and the guard that stops a server in which one of them did not take
 backend    the attention backend: SGLang's own, with Step 3 of prefill routed to ``step3``
 step3      one Step 3 call: PageWeaver or SGLang's own function, counters, comparison of the two
+operations the switch, what disables PageWeaver after an error, and the thread that tells how the process stands
+control    the folder of ``pageweaver switch``
+metrics    counters and histograms in SGLang's Prometheus endpoint
 capture    what a recording of Step 3 calls needs to know of SGLang
 timing     how long Step 3 takes, where the setting ``timing`` asks for it
 kernels    compiles and loads the CUDA kernels while the server starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from typing import Any
@@ -13,7 +14,7 @@ from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttn
 import pageweaver_sglang
 from pageweaver_sglang.config import Config, load_config
 
-from . import NAME, capture, compat, kernels, timing
+from . import NAME, capture, compat, kernels, operations, timing
 from .options import PAGE_SIZE, BackendError, check_model
 from .step3 import Step3, route, serving
 
@@ -28,15 +29,25 @@ class PageWeaverSparseAttnBackend(MiniMaxSparseAttnBackend):
         config: the settings.
 
     Raises:
-        BackendError: calls shall be recorded, and the folder for it cannot be used.
+        BackendError: the folder of a setting (``capture_dir``, ``control_dir``) cannot be used.
     """
 
     def __init__(self, runner: Any, config: Config):
         super().__init__(runner)
         pool_page_size = self.kv_pool.page_size
         recorder = capture.make_recorder(config, runner, pool_page_size)
-        timer = timing.make_timer(config.timing, self.req_to_token.device)
-        self.step3 = Step3(config, pool_page_size=pool_page_size, recorder=recorder, timer=timer)
+        self.operations = operations.of_this_process(config, runner)
+        observe = self.operations.observe
+        seconds = functools.partial(observe, "step3_seconds", None)
+        self.step3 = Step3(
+            config,
+            pool_page_size=pool_page_size,
+            recorder=recorder,
+            timer=timing.make_timer(config.timing, self.req_to_token.device, seconds),
+            switch=self.operations.switch,
+            observe=observe,
+        )
+        self.operations.add(self.step3.stats)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """SGLang's ``forward_extend`` with its Step 3 routed; target verify comes this way too, and stays SGLang's."""
@@ -77,11 +88,14 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
     route(importlib.import_module(compat.STEP3_MODULE))
     if sparse.use_msa:
         logger.warning("pageweaver: SGLang serves Step 3 with MSA on this GPU, so PageWeaver will not act")
-    logger.info("%s", status_line(config, dense_backend, sparse.kv_pool.page_size, kernels_state))
+    page_size = sparse.kv_pool.page_size
+    logger.info("%s", status_line(config, dense_backend, page_size, kernels_state, sparse.operations))
     return MiniMaxHybridAttnBackend(dense_backend, sparse, sparse.sparse_layer_ids)
 
 
-def status_line(config: Config, dense_backend: Any, page_size: int, kernels_state: str) -> str:
+def status_line(
+    config: Config, dense_backend: Any, page_size: int, kernels_state: str, of_process: operations.Operations
+) -> str:
     """One line that says what this process serves with."""
     version = compat.sglang_version()
     first, last = compat.SUPPORTED
@@ -90,5 +104,7 @@ def status_line(config: Config, dense_backend: Any, page_size: int, kernels_stat
         f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, window {config.window}, guard {config.guard}, "
         f"kernels {kernels_state}, dense layers {type(dense_backend).__name__}, page size {page_size}, "
         f"verify every {config.verify_every}, capture {config.capture_dir or 'off'}, "
+        f"switch {of_process.switch.reason or 'on'} in {of_process.folder or 'no folder'}, "
+        f"metrics {'off' if of_process.metrics is None else 'on'}, "
         f"pageweaver {pageweaver_sglang.__version__}, sglang {version}{untested}, torch {torch.__version__}"
     )

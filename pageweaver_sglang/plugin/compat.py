@@ -300,6 +300,24 @@ def hf_config_of(server_args: Any) -> Any | None:
     return server_args.get_model_config().hf_config
 
 
+def ranks(runner: Any) -> dict[str, str]:
+    """This process's place in the server, as labels of metrics; empty where SGLang does not say."""
+    # The runner's own state where it has one (0.5.17), else the process's.
+    source = getattr(runner, "ps", None)
+    if source is None:
+        from sglang.srt.runtime_context import get_parallel
+
+        source = get_parallel()
+    labels = {}
+    for name in ("tp_rank", "pp_rank", "dp_rank"):
+        try:
+            value = getattr(source, name)
+        except Exception:  # what SGLang raises for a rank it does not know differs by version
+            value = None
+        labels[name] = "" if value is None else str(value)
+    return labels
+
+
 def published_backends() -> tuple[str | None, str | None, str | None]:
     """(attention, prefill, decode) backend names in the configuration that this process serves; Nones before that."""
     from sglang.srt.runtime_context import get_exec

@@ -19,9 +19,11 @@ import torch
 from pageweaver_sglang.api import sparse_prefill
 from pageweaver_sglang.capture.recorder import Recorder
 from pageweaver_sglang.capture.snapshot import HostLengths
+from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
 
 from . import compat
+from .operations import Switch
 from .timing import Step3Timer
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,15 @@ logger = logging.getLogger(__name__)
 _COMPARED_TOKENS = 1024
 """Tokens that a comparison takes to float64 at a time: 67 MB for 64 heads of 128."""
 
+MAX_REASONS = 32
+"""Reasons for fallbacks that are counted and logged apart; those beyond are one reason, :data:`OTHER_REASONS`."""
+
+OTHER_REASONS = "other reasons"
+
 Native = Callable[..., torch.Tensor]
+
+Observe = Callable[[str, str | None, float], None]
+"""Takes a figure for a histogram: its name, the value of its label, the figure."""
 
 _KNOWN_ARGUMENTS = compat.STEP3_PARAMETERS | compat.STEP3_OPTIONAL_PARAMETERS
 
@@ -41,9 +51,12 @@ class Stats:
     calls: int = 0
     calls_by_arm: Counter[str] = field(default_factory=Counter)
     """``pageweaver``, ``union8`` or ``native``."""
+    tokens_by_arm: Counter[str] = field(default_factory=Counter)
     calls_by_layer: Counter[int] = field(default_factory=Counter)
     """Calls that PageWeaver served (not SGLang's function), by layer id."""
     fallbacks_by_reason: Counter[str] = field(default_factory=Counter)
+    captured_calls: int = 0
+    """Calls by PageWeaver that a CUDA graph has captured: replays run them again without any of this being asked."""
     last_verification: Verification | None = None
 
     def summary(self) -> str:
@@ -81,6 +94,8 @@ class Step3:
         pool_page_size: tokens per page of SGLang's KV pool.
         recorder: what records calls, in every mode; None records nothing.
         timer: what times calls, in every mode; None times nothing.
+        switch: whether PageWeaver may serve, shared by the backends of a process; None makes one of its own.
+        observe: where figures for histograms go; None drops them.
     """
 
     def __init__(
@@ -90,12 +105,17 @@ class Step3:
         pool_page_size: int,
         recorder: Recorder | None = None,
         timer: Step3Timer | None = None,
+        switch: Switch | None = None,
+        observe: Observe | None = None,
     ):
         self.config = config
         self.pool_page_size = pool_page_size
         self.recorder = recorder
         self.timer = timer
+        self.switch = Switch() if switch is None else switch
+        self.observe = observe
         self.stats = Stats()
+        self._first_layer = 1 << 30
         self._logged: set[str] = set()
 
     def __call__(
@@ -124,38 +144,65 @@ class Step3:
         stats = self.stats
         stats.calls += 1
         if self.config.mode == "native":
-            stats.calls_by_arm["native"] += 1
-            return native(**call)
-        if call["q"].shape[0] == 0:  # an idle data-parallel rank; SGLang's own launch would be empty as well
-            stats.calls_by_arm[self.config.mode] += 1
-            q, v_cache = call["q"], call["v_cache"]
-            dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype  # as SGLang's function has it
-            return q.new_empty(0, q.shape[1], v_cache.shape[-1], dtype=dtype)
-        reason = self._unsupported(call)
+            return self._hand_back(native, layer_id, call)
+        # Reasons of the switch are logged by the switch.
+        reason = self.switch.reason
         if reason is None:
             try:
-                out = self._weave(call)
+                reason = self._unsupported(call)
+                if reason is None:
+                    out = self._weave(call)
+            except UnsupportedError as error:
+                reason = str(error)
             except Exception as error:
-                # Never a wrong answer and never a dead server for one call: SGLang's function serves it. The message
-                # can differ from call to call, so the type alone is the reason that is counted and logged once.
-                reason = f"error: {type(error).__name__}"
-                self._log_once(reason, logging.ERROR, exc_info=True)
+                if self.config.on_error == "raise":
+                    raise
+                self.switch.trip(error)
+                # The message can differ from call to call, so only the type is counted.
+                self._count_fallback(f"error: {type(error).__name__}")
+                return self._hand_back(native, layer_id, call)
+            if reason is not None:
+                reason = self._bounded(reason)
+                self._log_once(reason)
         if reason is not None:
-            stats.calls_by_arm["native"] += 1
-            stats.fallbacks_by_reason[reason] += 1
-            self._log_once(reason, logging.WARNING)
-            return native(**call)
+            self._count_fallback(reason)
+            return self._hand_back(native, layer_id, call)
         if not stats.calls_by_layer:
             logger.info("pageweaver: serving Step 3 (first call: layer %d, %d tokens)", layer_id, call["q"].shape[0])
-        stats.calls_by_arm[self.config.mode] += 1
+        self._count(self.config.mode, layer_id, call)
         stats.calls_by_layer[layer_id] += 1
         logger.debug("pageweaver: layer %d call %d tokens %d", layer_id, stats.calls, out.shape[0])
-        if self.config.verify_every and stats.calls % self.config.verify_every == 0 and not _capturing(out):
+        if _capturing(out):
+            stats.captured_calls += 1
+        elif self.config.verify_every and stats.calls % self.config.verify_every == 0:
             self._verify(out, native, layer_id, call)
         return out
 
+    def _hand_back(self, native: Native, layer_id: int, call: dict[str, Any]) -> torch.Tensor:
+        self._count("native", layer_id, call)
+        return native(**call)
+
+    def _count(self, arm: str, layer_id: int, call: dict[str, Any]) -> None:
+        tokens = call["q"].shape[0]
+        self.stats.calls_by_arm[arm] += 1
+        self.stats.tokens_by_arm[arm] += tokens
+        # Once per forward pass: the layers come in ascending order.
+        if layer_id <= self._first_layer:
+            self._first_layer = layer_id
+            if self.observe is not None:
+                self.observe("prefill_tokens", arm, tokens)
+
+    def _count_fallback(self, reason: str) -> None:
+        self.stats.fallbacks_by_reason[self._bounded(reason)] += 1
+
+    def _bounded(self, reason: str) -> str:
+        known = self.stats.fallbacks_by_reason
+        return reason if reason in known or len(known) < MAX_REASONS else OTHER_REASONS
+
     def _unsupported(self, call: dict[str, Any]) -> str | None:
         """Why PageWeaver does not serve this call, or None. Reads shapes, dtypes and None-ness only."""
+        if call["q"].shape[0] == 0:
+            return None
         if unknown := sorted(
             name for name, value in call.items() if value is not None and name not in _KNOWN_ARGUMENTS
         ):
@@ -184,6 +231,10 @@ class Step3:
         )
 
     def _weave(self, call: dict[str, Any]) -> torch.Tensor:
+        q = call["q"]
+        if q.shape[0] == 0:  # an idle data-parallel rank; SGLang's own launch would be empty as well
+            dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype  # as SGLang's function has it
+            return q.new_empty(0, q.shape[1], call["v_cache"].shape[-1], dtype=dtype)
         return sparse_prefill(
             call["q"],
             call["k_cache"],
@@ -220,11 +271,13 @@ class Step3:
             verification,
         )
         logger.info("%s", self.stats.summary())
+        if self.observe is not None:
+            self.observe("verify_nrms", None, verification.nrms)
 
-    def _log_once(self, reason: str, level: int, **kwargs: Any) -> None:
+    def _log_once(self, reason: str) -> None:
         if reason not in self._logged:
             self._logged.add(reason)
-            logger.log(level, "pageweaver: SGLang's own Step 3 serves calls with: %s", reason, **kwargs)
+            logger.warning("pageweaver: SGLang's own Step 3 serves calls with: %s", reason)
 
 
 def compare(out: torch.Tensor, expected: torch.Tensor) -> Verification:

@@ -59,10 +59,12 @@ class Step3Timer:
 
     Args:
         clock: how to take the time.
+        observe: takes the seconds of every forward pass; None drops them.
     """
 
-    def __init__(self, clock: Clock):
+    def __init__(self, clock: Clock, observe: Callable[[float], None] | None = None):
         self._clock = clock
+        self._observe = observe
         self._open: list[tuple[Any, Any]] = []
         self._last_layer = -1
         self.calls = 0
@@ -94,8 +96,11 @@ class Step3Timer:
         return out
 
     def _close(self) -> None:
-        self.seconds += sum(self._clock.seconds(start, end) for start, end in self._open)
+        seconds = sum(self._clock.seconds(start, end) for start, end in self._open)
         self._open.clear()
+        self.seconds += seconds
+        if self._observe is not None:
+            self._observe(seconds)
         logger.info(
             "pageweaver timing: process %d calls %d tokens %d step3 %.6f s",
             os.getpid(),
@@ -105,8 +110,10 @@ class Step3Timer:
         )
 
 
-def make_timer(enabled: bool, device: torch.device) -> Step3Timer | None:
+def make_timer(
+    enabled: bool, device: torch.device, observe: Callable[[float], None] | None = None
+) -> Step3Timer | None:
     """A timer for calls on ``device``, or None where they are not to be timed."""
     if not enabled:
         return None
-    return Step3Timer(EventClock() if device.type == "cuda" else HostClock())
+    return Step3Timer(EventClock() if device.type == "cuda" else HostClock(), observe)

@@ -1,0 +1,134 @@
+"""The folder through which a running server is switched off and on, and in which its processes say how they stand.
+
+Needs neither SGLang nor torch: ``pageweaver switch`` uses it too. The folder holds
+
+* ``switch.json``, written by an operator: whether PageWeaver may serve. It outlives servers.
+* ``state-PID.json``, one per process of a server: what it does and which ``switch.json`` it has followed. A process
+  touches its file twice a second; one that was not touched for :data:`STALE_SECONDS` is of a process that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pageweaver_sglang.capture.control import write_json
+
+SWITCH_NAME = "switch.json"
+STATE_PREFIX = "state-"
+STALE_SECONDS = 5.0
+_FORGOTTEN_SECONDS = 3600.0
+
+Stamp = tuple[int, int]
+
+
+class ControlError(ValueError):
+    """The control folder or its switch cannot be used; the message says why."""
+
+
+def default_folder() -> Path:
+    """A folder of this user on this machine, where none is set."""
+    return Path(tempfile.gettempdir()) / f"pageweaver-{os.getuid()}"
+
+
+def chosen_folder(setting: str | os.PathLike[str] | None) -> Path:
+    """The folder that the setting ``control_dir`` means. Raises ControlError where there is no such user as ``~x``."""
+    try:
+        return default_folder() if setting is None else Path(setting).expanduser().absolute()
+    except RuntimeError as error:
+        raise ControlError(f"control_dir: {setting}: {error}") from None
+
+
+def prepare_folder(setting: str | os.PathLike[str] | None) -> Path:
+    """Make the folder, check that it can be used, and sweep out what servers left there long ago.
+
+    Raises:
+        ControlError: it cannot be written, or (in the temporary folder, where everyone may create it) is not this
+            user's alone.
+    """
+    folder = chosen_folder(setting)
+    try:
+        folder.mkdir(parents=setting is not None, mode=0o700, exist_ok=True)
+        if setting is None:
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+                raise ControlError(f"{folder}: is not a folder that only this user can write")
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+        for path in folder.glob(f"{STATE_PREFIX}*.json"):
+            if _age(path) > _FORGOTTEN_SECONDS:
+                path.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ControlError):
+            raise
+        raise ControlError(f"{folder}: cannot be written: {error}") from None
+    return folder
+
+
+def write_switch(folder: Path, on: bool) -> Stamp | None:
+    """Switch on or off, in one step; returns the new file's stamp. Raises OSError."""
+    write_json(folder / SWITCH_NAME, {"on": on})
+    return stamp(folder)
+
+
+def read_switch(folder: Path) -> bool | None:
+    """Whether PageWeaver may serve; None where no one has switched yet.
+
+    Raises:
+        ControlError: the file cannot be read or is malformed.
+    """
+    path = folder / SWITCH_NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ControlError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict) or set(content) != {"on"} or not isinstance(content["on"], bool):
+        raise ControlError(f'{path}: must hold {{"on": true}} or {{"on": false}}')
+    return content["on"]
+
+
+def stamp(folder: Path) -> Stamp | None:
+    """What changes whenever the switch does (time and file number); None where there is none."""
+    try:
+        found = (folder / SWITCH_NAME).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
+def state_path(folder: Path) -> Path:
+    """Where this process keeps its state."""
+    return folder / f"{STATE_PREFIX}{os.getpid()}.json"
+
+
+def read_states(folder: Path) -> list[dict[str, Any]]:
+    """The states of the processes that run now, by rank; unreadable ones are left out."""
+    states = []
+    for path in folder.glob(f"{STATE_PREFIX}*.json"):
+        try:
+            if _age(path) > STALE_SECONDS:
+                continue
+            state = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(state, dict):
+            states.append(state)
+    return sorted(states, key=lambda state: (str(state.get("rank")).zfill(6), str(state.get("pid"))))
+
+
+def followed(state: dict[str, Any], wanted: Stamp | None) -> bool:
+    """Whether the process of ``state`` has acted on the switch with this stamp."""
+    seen = state.get("followed")
+    return (tuple(seen) if isinstance(seen, list) else None) == wanted
+
+
+def _age(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
