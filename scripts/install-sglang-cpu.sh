@@ -51,6 +51,7 @@ aiohttp
 dill
 einops
 partial_json_parser
+prometheus_client
 EOF
 echo "install-sglang-cpu.sh: PyTorch and the libraries that SGLang imports"
 install -r "$requirements"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-# What the plugin logs (pageweaver_sglang/plugin: backend.status_line, step3.Step3, timing.Step3Timer).
+# What the plugin logs (pageweaver_sglang/plugin: backend.status_line, step3.Step3, operations, timing.Step3Timer).
 STATUS = re.compile(r"pageweaver STATUS: (?P<text>mode (?P<mode>\w+), .*)")
-FALLBACK = re.compile(r"pageweaver: SGLang's own Step 3 serves calls with: (?P<reason>.*)")
+FALLBACK = re.compile(
+    r"pageweaver: (?:SGLang's own Step 3 serves calls with: |(?=switched off by|DISABLED in process))(?P<reason>.*)"
+)
 _TIMING = re.compile(
     r"pageweaver timing: process (?P<process>\d+) calls (?P<calls>\d+) tokens (?P<tokens>\d+) "
     r"step3 (?P<seconds>[\d.]+) s"

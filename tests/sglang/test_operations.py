@@ -19,6 +19,7 @@ from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.cli import main
 from pageweaver_sglang.config import Config
 from pageweaver_sglang.plugin import control, operations, step3
+from pageweaver_sglang.serving_ab.serverlog import read_log
 
 
 @pytest.fixture
@@ -68,6 +69,7 @@ def test_off_and_on_again_within_a_second(running, tmp_path, caplog):
     wait_for(lambda: ours.switch.reason is None, 1.0)
     assert torch.equal(served(native, 1, make_call()), expected)
     assert served.stats.calls_by_arm == {"pageweaver": 2, "native": 3}
+    assert read_log(caplog.text).fallbacks == [f"switched off by {tmp_path}: SGLang's own Step 3 serves from now on"]
     off, on = warnings(caplog)  # once each, however many calls there were
     assert "switched off by" in off
     assert "switched on by" in on
@@ -270,6 +272,8 @@ def test_an_error_disables_pageweaver_for_the_process_loudly_and_once(broken, ca
     assert "DISABLED" in record.getMessage()
     assert "RuntimeError: no such kernel, attempt 1" in record.getMessage()
     assert record.exc_info[1].args
+    (told,) = read_log(caplog.text).fallbacks  # what `pageweaver ab` would report
+    assert "by RuntimeError: no such kernel, attempt 1" in told
 
 
 def test_switching_on_tries_again_after_an_error(broken, monkeypatch, running, tmp_path):
