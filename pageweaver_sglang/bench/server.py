@@ -158,8 +158,10 @@ def random_prompt(length: int, seed: int, first_token: int = 259, last_token: in
     return [generator.randint(first_token, last_token) for _ in range(length)]
 
 
-def generate(base: str, prompt: Sequence[int], new_tokens: int, *, timeout: float, top: int = 5) -> dict[str, Any]:
-    """Ask for a greedy completion.
+def generate(
+    base: str, prompt: Sequence[int], new_tokens: int, *, timeout: float, top: int = 5, dp_rank: int | None = None
+) -> dict[str, Any]:
+    """Ask for a greedy completion, of data-parallel rank ``dp_rank`` where that is given.
 
     Returns ``latency_s``, ``output`` (token ids) and ``first_token_top``: the likeliest first tokens as
     ``[token id, log probability]``, best first (empty when the server does not say).
@@ -171,6 +173,7 @@ def generate(base: str, prompt: Sequence[int], new_tokens: int, *, timeout: floa
             "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
             "return_logprob": True,
             "top_logprobs_num": top,
+            **({} if dp_rank is None else {"routed_dp_rank": dp_rank}),
         }
     ).encode()
     request = urllib.request.Request(f"{base}/generate", body, {"Content-Type": "application/json"})
