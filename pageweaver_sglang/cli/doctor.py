@@ -97,6 +97,8 @@ def diagnose() -> Diagnosis:
     diagnosis = Diagnosis()
     diagnosis.add("PageWeaver", f"{__version__} in {Path(__file__).resolve().parents[1]}")
     config = _look_at_settings(diagnosis)
+    if config is not None:
+        _look_at_switch(diagnosis, config)
     _look_at_gpu(diagnosis)
     _look_at_kernels(diagnosis, needed=config is None or config.mode != "native")
     _look_at_sglang(diagnosis, config)
@@ -114,6 +116,19 @@ def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
     native = "The setting mode=native asks for SGLang's own Step 3." if config.mode == "native" else None
     diagnosis.add("settings", f"valid; profile {profile or 'none'}, mode {config.mode}", native)
     return config
+
+
+def _look_at_switch(diagnosis: Diagnosis, config: Config) -> None:
+    from pageweaver_sglang.plugin import control
+
+    try:
+        folder = control.chosen_folder(config.control_dir)
+        on = control.read_switch(folder)
+    except control.ControlError as error:
+        diagnosis.add("switch", "unusable", f"The server would refuse to start: {first_line(error)}.")
+        return
+    off = f"{folder / control.SWITCH_NAME} says off; `pageweaver switch on` changes that."
+    diagnosis.add("switch", f"{'off' if on is False else 'on'} in {folder}", off if on is False else None)
 
 
 def settings_with_sources(config: Config) -> list[tuple[str, Any, str]]:

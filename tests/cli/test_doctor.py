@@ -22,6 +22,7 @@ def machine(monkeypatch, tmp_path):
     for variable in [name for name in doctor.os.environ if name.startswith("PAGEWEAVER_")]:
         monkeypatch.delenv(variable)
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    monkeypatch.setenv("PAGEWEAVER_CONTROL_DIR", str(tmp_path))  # not the user's own
     compat = pytest.importorskip("pageweaver_sglang.plugin.compat")
     monkeypatch.setattr(environment, "gpus", lambda: [H200])
     monkeypatch.setattr(doctor.environment, "version", lambda package: "0.5.23")
@@ -51,6 +52,16 @@ def test_json_schema(machine, capsys):
     assert set(report["settings"]) == set(Config.model_fields)
     assert all(set(finding) == {"name", "found", "problem"} for finding in report["findings"])
     assert report["settings"]["mode"] == {"value": "pageweaver", "source": "default"}
+
+
+def test_switched_off(machine, tmp_path):
+    (tmp_path / "switch.json").write_text('{"on": false}')
+    (problem,) = problems()
+    assert problem == f"{tmp_path}/switch.json says off; `pageweaver switch on` changes that."
+    (tmp_path / "switch.json").write_text("off")
+    (problem,) = problems()
+    assert "would refuse to start" in problem
+    assert "switch.json: cannot be read" in problem
 
 
 def test_no_gpu(machine, monkeypatch):
