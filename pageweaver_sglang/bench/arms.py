@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import pageweaver_sglang as pw
 
 from .inputs import Step3Inputs
-from .protocol import Arm, ArmUnavailable, first_line
+from .protocol import Arm, ArmUnavailable, first_line, raise_if_lost
 
 
 def _workspace(sets: Sequence[Step3Inputs], window: int, group_size: int) -> pw.Workspace:
@@ -60,20 +61,27 @@ class NativeArm(Arm):
 
     def __init__(self) -> None:
         self.tuned: str | None = None
+        self._tuned_on: tuple[tuple[int, ...], ...] | None = None
+        self._choices: dict[Any, Any] = {}
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
-        """Import SGLang's function and let Triton tune it on the first set."""
+        """Import SGLang's function and let Triton tune it on the first set, unless it has on the same sizes."""
         function, kernel = native_step3()
         self._sets = sets
         self._function = function
+        sizes = (sets[0].q.shape, sets[0].topk_idx.shape, sets[0].k_cache.shape, sets[0].cu_seqlens.shape)
         if kernel is not None:
             kernel.cache.clear()
             kernel.cache_results = False
+            if sizes == self._tuned_on:
+                kernel.cache.update(self._choices)
         try:
             self.call(0)
             torch.cuda.synchronize()
         except Exception as error:  # Triton's own errors share no base class
             raise ArmUnavailable(f"SGLang's Step 3 fails on this input ({first_line(error)})") from error
+        if kernel is not None:
+            self._tuned_on, self._choices = sizes, dict(kernel.cache)
         self.tuned = str(getattr(kernel, "best_config", None))
 
     def call(self, index: int) -> torch.Tensor:
@@ -304,16 +312,36 @@ def stage_arms() -> list[Arm]:
     ]
 
 
-def prepare_arms(arms: Sequence[Arm], sets: Sequence[Step3Inputs]) -> tuple[list[Arm], dict[str, str]]:
-    """Prepare every arm on ``sets``; returns those that are ready, and the reason by name for those that aren't."""
+def prepare_arms(
+    arms: Sequence[Arm], sets: Sequence[Step3Inputs], on_begin: Callable[[str], None] | None = None
+) -> tuple[list[Arm], dict[str, str]]:
+    """Prepare every arm on ``sets``; returns those that are ready, and the reason by name for those that aren't.
+
+    ``on_begin`` is called with an arm's name before it begins. Raises :class:`..protocol.DeviceLost`.
+    """
     ready, unavailable = [], {}
     for arm in arms:
+        if on_begin is not None:
+            on_begin(arm.name)
         try:
             arm.prepare(sets)
             ready.append(arm)
         except ArmUnavailable as reason:
+            raise_if_lost(arm.name, reason)
             unavailable[arm.name] = str(reason)
+            release(arm)
+        except Exception as error:  # an arm is anybody's code: whatever it raises, the others go on
+            raise_if_lost(arm.name, error)
+            unavailable[arm.name] = f"fails ({first_line(error)})"
+            release(arm)
     return ready, unavailable
+
+
+def release(arm: Arm) -> None:
+    """Have an arm drop what it made, also when its ``prepare`` failed halfway."""
+    # What a failed `prepare` never made can't be dropped.
+    with contextlib.suppress(AttributeError):
+        arm.release()
 
 
 def build_kernels() -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,8 +9,9 @@ import torch
 import pageweaver_sglang as pw
 
 from .accuracy import exact_rows, nrms, sample_rows
+from .arms import release
 from .inputs import Step3Inputs
-from .protocol import Arm, ArmUnavailable, first_line
+from .protocol import Arm, ArmUnavailable, first_line, raise_if_lost
 from .recorded import inputs_of
 
 Q_SCALES = {"random": 1.0, "sharp": 4.0}
@@ -75,6 +75,7 @@ def check_arms(
     seed: int,
     device: str = "cuda",
     on_arm: Callable[[str], None] | None = None,
+    on_begin: Callable[[str], None] | None = None,
 ) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, str]]:
     """Run every arm once per kind of logits.
 
@@ -85,9 +86,13 @@ def check_arms(
         seed: of the inputs and the sample.
         device: where the arms run.
         on_arm: called with an arm's name when it is done with one kind.
+        on_begin: called with an arm's name before it begins with one kind.
 
     Returns:
         figures by arm and kind, and the reasons by name of arms that can't run or are refused.
+
+    Raises:
+        DeviceLost: an arm left the GPU unusable.
     """
     used = int(workload.cu_seqlens[-1])
     picked = None if rows is None or rows >= used else sample_rows(used, rows, seed)
@@ -100,18 +105,20 @@ def check_arms(
         for arm in arms:
             if arm.name in reasons:
                 continue
+            if on_begin is not None:
+                on_begin(arm.name)
             try:
                 arm.prepare([inputs])
                 figures = compare_rows(arm.call(0)[where], exact[:used] if picked is None else exact)
                 found.setdefault(arm.name, {})[kind] = figures
             except ArmUnavailable as error:
+                raise_if_lost(arm.name, error)
                 reasons[arm.name] = str(error)
             except Exception as error:  # an arm is anybody's code: whatever it raises, the others go on
+                raise_if_lost(arm.name, error)
                 reasons[arm.name] = f"fails ({first_line(error)})"
             finally:
-                # What a failed ``prepare`` never made can't be dropped.
-                with contextlib.suppress(AttributeError):
-                    arm.release()
+                release(arm)
             if on_arm is not None:
                 on_arm(arm.name)
     for arm in arms:

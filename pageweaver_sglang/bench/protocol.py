@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +31,14 @@ Mode = Literal["eager", "graph"]
 
 class ArmUnavailable(RuntimeError):
     """This machine can't run the arm; the message says why, in a sentence that ends up in the report."""
+
+
+class DeviceLost(RuntimeError):
+    """The GPU refuses everything since ``arm`` failed: this process can't measure any more."""
+
+    def __init__(self, arm: str, reason: str) -> None:
+        super().__init__(f"{arm}: {reason}")
+        self.arm, self.reason = arm, reason
 
 
 class Arm(ABC):
@@ -141,6 +150,21 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
+def raise_if_lost(arm: str, error: Exception) -> None:
+    """Raise :class:`DeviceLost` when the GPU answers nothing but errors since ``arm`` failed with ``error``.
+
+    An access out of bounds, say, is no error of one call: everything after it fails too, and would be blamed for it.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # CUDA errors come as several classes
+        raise DeviceLost(arm, first_line(error)) from error
+
+
 def sets_for_cold_cache(kv_bytes: int, l2_bytes: int) -> int:
     """How many input sets to rotate so that a set's K and V are gone from L2 when its turn comes again.
 
@@ -150,7 +174,11 @@ def sets_for_cold_cache(kv_bytes: int, l2_bytes: int) -> int:
 
 
 def capture(arm: Arm, sets: int) -> list[Callable[[], None]]:
-    """CUDA Graphs of ``arm``'s call on each set, as replay functions. RuntimeError when the arm can't be captured."""
+    """CUDA Graphs of ``arm``'s call on each set, as replay functions. Raises what the arm or the capture raises.
+
+    The graphs share a pool of memory: they are replayed one after the other, so that what an arm allocates in its call
+    lies in the same place for every set, as it does when the arm is called.
+    """
     import torch
 
     stream = torch.cuda.Stream()
@@ -161,12 +189,21 @@ def capture(arm: Arm, sets: int) -> list[Callable[[], None]]:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
 
-    replays = []
-    for index in range(sets):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            arm.call(index)
-        replays.append(graph.replay)
+    pool, replays = torch.cuda.graph_pool_handle(), []
+    # `with torch.cuda.graph(...)` would return all cached memory to the driver before every single capture, and leave
+    # its stream in place when a capture fails.
+    with torch.cuda.stream(stream):
+        for index in range(sets):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+            try:
+                arm.call(index)
+            except Exception:
+                with contextlib.suppress(RuntimeError):  # that the capture is invalid, now
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+            replays.append(graph.replay)
     return replays
 
 
@@ -178,6 +215,7 @@ def measure(
     mode: Mode = "eager",
     clock: CudaClock | HostClock | None = None,
     on_round: Callable[[str], None] | None = None,
+    on_begin: Callable[[str], None] | None = None,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Time prepared ``arms`` against each other.
 
@@ -188,14 +226,27 @@ def measure(
         mode: ``eager`` or ``graph``.
         clock: how to take the time; CUDA events by default.
         on_round: called with the arm's name after each of its rounds (for a progress bar).
+        on_begin: called with the arm's name before it does anything (to know whom to blame for a crash).
 
     Returns:
-        timings by arm name, and the reason by name for arms that failed: one that fails drops out, the others go on.
+        timings by arm name, and the reason by name for arms that failed: one that fails, even in its last round, drops
+        out without figures, and the others go on.
+
+    Raises:
+        DeviceLost: an arm left the GPU unusable.
     """
     clock = clock or CudaClock()
+    begin = on_begin or (lambda name: None)
     failed: dict[str, str] = {}
     calls: dict[str, Callable[[int], object]] = {}
+
+    def drop(name: str, error: Exception) -> None:
+        raise_if_lost(name, error)
+        calls.pop(name, None)
+        failed[name] = first_line(error)
+
     for arm in arms:
+        begin(arm.name)
         try:
             if mode == "graph":
                 replays = capture(arm, sets)
@@ -206,20 +257,25 @@ def measure(
                 calls[arm.name](index % sets)
             clock.synchronize()
         except Exception as error:  # an arm is anybody's code: whatever it raises, the others go on
-            calls.pop(arm.name, None)
-            failed[arm.name] = first_line(error)
+            drop(arm.name, error)
 
     names = list(calls)
     rounds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(protocol.rounds):
         turn = number % max(len(names), 1)
         for name in names[turn:] + names[:turn]:
+            if name not in calls:
+                continue
 
             def work(call: Callable[[int], object] = calls[name], first: int = number * protocol.calls) -> None:
                 for step in range(first, first + protocol.calls):
                     call(step % sets)
 
-            rounds[name].append(clock.time(work) / protocol.calls)
+            begin(name)
+            try:
+                rounds[name].append(clock.time(work) / protocol.calls)
+            except Exception as error:  # as above
+                drop(name, error)
             if on_round is not None:
                 on_round(name)
-    return {name: Timing(tuple(figures)) for name, figures in rounds.items()}, failed
+    return {name: Timing(tuple(rounds[name])) for name in calls}, failed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 import pageweaver_sglang as pw
 
 from . import compare
-from .arms import prepare_arms, stage_arms
+from .arms import prepare_arms, release, stage_arms
 from .catalogue import Entry, catalogue
-from .fidelity import check_arms
+from .fidelity import Q_SCALES, check_arms
 from .inputs import Step3Inputs
 from .logical import logical_report
 from .orders import find_orders
@@ -24,23 +24,36 @@ from .work import rates, work_of
 
 FORMAT = "pageweaver-bench 1"
 
+BEST_FIRST = ("graph_ms", "cold_ms", "warm_graph_ms", "warm_ms")
+"""Which timing an arm's rates are taken from: the first that it has."""
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure. ``rows``: queries compared with float64, None for all. ``arms``: names, None for all."""
+    """What to measure.
+
+    ``rows``: queries compared with float64, None for all. ``arms``: names, None for all. ``columns``: timings, of
+    :data:`..statistics.COLUMNS`. ``without``: arms to leave out, with the reason for the report.
+    """
 
     protocol: Protocol = field(default_factory=Protocol)
     rows: int | None = 256
     seed: int = 0
     arms: tuple[str, ...] | None = None
+    columns: tuple[str, ...] = tuple(COLUMNS)
+    without: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where progress goes: ``stage(text, steps)`` begins a stage, ``step(name)`` ends one of its steps."""
+    """Where progress goes: ``stage(text, steps)`` begins a stage, ``step(name)`` ends one of its steps.
+
+    ``begin(name)``: an arm begins something, in which it could crash or hang; None: none does.
+    """
 
     stage: Callable[[str, int], None] = lambda text, steps: None
     step: Callable[[str], None] = lambda name: None
+    begin: Callable[[str | None], None] = lambda name: None
 
 
 def make_sets(workload: pw.Workload, seed: int, l2_bytes: int, device: str) -> list[Step3Inputs]:
@@ -50,28 +63,49 @@ def make_sets(workload: pw.Workload, seed: int, l2_bytes: int, device: str) -> l
     return [first, *(inputs_of(workload, device, seed=seed + i) for i in range(1, count))]
 
 
+APART_COLUMNS = ("cold_ms", "graph_ms")
+"""Timings of arms that are shown apart: they are slow, and nothing is made of the others."""
+
+
 def time_arms(
-    sets: Sequence[Step3Inputs], arms: Sequence[Arm], protocol: Protocol, progress: Progress, text: str
+    sets: Sequence[Step3Inputs],
+    arms: Sequence[Arm],
+    settings: Settings,
+    progress: Progress,
+    text: str,
+    apart: Collection[str] = (),
 ) -> tuple[dict[str, dict[str, Timing]], dict[str, dict[str, Any]], dict[str, str]]:
-    """Time arms in every column of :data:`..statistics.COLUMNS`.
+    """Time arms in the columns that ``settings`` asks for; those named in ``apart`` in :data:`APART_COLUMNS` only.
 
     Returns:
         timings by arm and column, notes by arm, and reasons by arm: why it could not be prepared, or in which columns
         it failed.
+
+    Raises:
+        DeviceLost: an arm left the GPU unusable.
     """
-    ready, reasons = prepare_arms(arms, sets)
-    progress.stage(text, len(ready) * protocol.rounds * len(COLUMNS))
+    protocol = settings.protocol
+    progress.stage(f"{text}: preparing", len(arms))
+    ready, reasons = prepare_arms(arms, sets, progress.begin)
+    chosen = {
+        column: [arm for arm in ready if column in APART_COLUMNS or arm.name not in apart]
+        for column in COLUMNS
+        if column in settings.columns
+    }
+    progress.stage(text, sum(map(len, chosen.values())) * protocol.rounds)
     found: dict[str, dict[str, Timing]] = {arm.name: {} for arm in ready}
-    for column, (cache, mode) in COLUMNS.items():
+    for column, timed_arms in chosen.items():
+        cache, mode = COLUMNS[column]
         used = len(sets) if cache == "cold" else 1
-        timed, failed = measure(ready, used, protocol, mode=mode, on_round=progress.step)
+        timed, failed = measure(timed_arms, used, protocol, mode=mode, on_round=progress.step, on_begin=progress.begin)
         for name, timing in timed.items():
             found[name][column] = timing
         for name, why in failed.items():
             reasons[name] = f"{reasons[name]}; {column}: {why}" if name in reasons else f"{column}: {why}"
+    progress.begin(None)
     notes = {arm.name: arm.notes() for arm in ready}
     for arm in ready:
-        arm.release()
+        release(arm)
     return found, notes, reasons
 
 
@@ -89,29 +123,42 @@ def run_workload(
     ``rounds`` in ms), ``rates``, ``notes``.
     """
     progress = progress or Progress()
-    device, protocol = compare.DEVICE, settings.protocol
+    device = compare.DEVICE
     progress.stage("Finding orders and counting pages on the CPU", 1)
     orders = find_orders(workload)
     logical = logical_report(workload, name, orders)
     entries = [e for e in catalogue(orders) if settings.arms is None or e.arm.name in settings.arms]
     progress.step("orders")
 
-    progress.stage("Checking every arm against float64", 2 * len(entries))
+    without = {e.arm.name: settings.without[e.arm.name] for e in entries if e.arm.name in settings.without}
+    tried = [e.arm for e in entries if e.arm.name not in without]
+    progress.stage("Checking every arm against float64", len(Q_SCALES) * len(tried))
     figures, reasons = check_arms(
-        workload, [e.arm for e in entries], rows=settings.rows, seed=settings.seed, device=device, on_arm=progress.step
+        workload,
+        tried,
+        rows=settings.rows,
+        seed=settings.seed,
+        device=device,
+        on_arm=progress.step,
+        on_begin=progress.begin,
     )
+    progress.begin(None)
+    reasons |= without
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     sets = make_sets(workload, settings.seed, l2_bytes, device)
     able = [e.arm for e in entries if e.arm.name not in reasons]
-    timed, notes, failed = time_arms(sets, able, protocol, progress, "Timing arms")
-    parts, _, part_reasons = time_arms(sets, stage_arms(), protocol, progress, "Timing PageWeaver's kernels alone")
+    apart = {e.arm.name for e in entries if e.kind == "apart"}
+    timed, notes, failed = time_arms(sets, able, settings, progress, "Timing arms", apart)
+    stages = [arm for arm in stage_arms() if arm.name not in settings.without]
+    parts, _, part_reasons = time_arms(sets, stages, settings, progress, "Timing PageWeaver's kernels alone")
+    part_reasons |= {arm.name: settings.without[arm.name] for arm in stage_arms() if arm.name in settings.without}
 
     arms, work = {}, work_of(workload)
     for entry in entries:
         arm = entry.arm.name
         columns = {column: summary(timing.rounds_ms) for column, timing in timed.get(arm, {}).items()}
         count = logical["counts"][entry.count]
-        best = columns.get("graph_ms") or columns.get("cold_ms")
+        best = next((columns[column] for column in BEST_FIRST if column in columns), None)
         arms[arm] = {
             "description": entry.arm.description,
             "kind": entry.kind,
@@ -128,7 +175,7 @@ def run_workload(
     _add_plan_time(arms)
     return {
         "format": FORMAT,
-        "settings": {**asdict(settings), "columns": COLUMNS},
+        "settings": {**asdict(settings), "columns": {key: COLUMNS[key] for key in COLUMNS if key in settings.columns}},
         "ceilings": ceilings,
         "sets": len(sets),
         "seeds": [settings.seed + i for i in range(len(sets))],

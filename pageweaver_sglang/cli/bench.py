@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
+import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 
 import pageweaver_sglang as pw
-from pageweaver_sglang.bench import environment
-from pageweaver_sglang.bench.protocol import ArmUnavailable, Protocol
+from pageweaver_sglang.bench import environment, supervision
+from pageweaver_sglang.bench.protocol import ArmUnavailable, DeviceLost, Protocol
 from pageweaver_sglang.bench.report import files, page, plots
 from pageweaver_sglang.bench.screening import load_for_bench
-from pageweaver_sglang.bench.statistics import compare_runs
+from pageweaver_sglang.bench.statistics import COLUMNS, compare_runs
 from pageweaver_sglang.bench.workloads import WorkloadNotFound, find_workload, workload_names
 
 from . import bench_tables as tables
@@ -25,7 +28,8 @@ from .output import explain, make_console
 HELP = """measure every arm on one or more workloads and write a report
 Needs an H100 or H200; --reference counts pages on any machine instead. Every arm is compared with a float64
 reference before it is timed; one that is off is refused, one that can't run says why. PageWeaver's own arms must run.
-Writes arms-WORKLOAD.json, PNG plots and report.html to the output folder.
+Measures in a process of its own: an arm that crashes or hangs it is left out, and the others are measured again.
+Writes arms-WORKLOAD.json as soon as a workload is measured, then PNG plots and report.html, to the output folder.
 Exit code 0: all is well. 1: a check failed. 2: nothing could be measured (bad workload, no such GPU, bad file)."""
 
 DEFAULT_WORKLOAD = "ctx64k_a"
@@ -57,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--arms", type=_names, metavar="A,B", help="only these arms (a wrong name lists them all)")
     parser.add_argument(
+        "--columns",
+        type=_columns,
+        default=tuple(COLUMNS),
+        metavar="A,B",
+        help=f"timings to take (default: {','.join(COLUMNS)})",
+    )
+    parser.add_argument(
         "--rounds", type=_positive, default=Protocol.rounds, help="rounds per arm (default: %(default)s)"
     )
     parser.add_argument(
@@ -66,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", type=_positive, default=256, help="queries compared with float64 (default: %(default)s)"
     )
     parser.add_argument("--full", action="store_true", help="compare all queries with float64 (minutes)")
+    parser.add_argument(
+        "--patience",
+        type=_positive,
+        default=600,
+        metavar="S",
+        help="seconds that a step of an arm may take, compiling included, until it is left out (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of random Q, K, V and of samples (default: %(default)s)")
     parser.add_argument("--commit", help="commit to note in the report, for a copy of the sources without its history")
 
@@ -90,6 +108,13 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _columns(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    if not names or set(names) - set(COLUMNS):
+        raise argparse.ArgumentTypeError(f"timings are {', '.join(COLUMNS)}, got {text!r}")
+    return names
+
+
 class _Refused(Exception):
     """Nothing can be measured; the message says why."""
 
@@ -107,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
             write_outputs(reports, arguments.out, console)
             return 0
         return measure_all(arguments, console)
-    except (_Refused, WorkloadNotFound, ValueError, OSError) as error:
+    except (_Refused, supervision.Refused, WorkloadNotFound, ValueError, OSError) as error:
         errors.print(f"pageweaver bench: {explain(error)}", style="red", markup=False, highlight=False)
         return 2
 
@@ -128,59 +153,119 @@ def load_all(names: Sequence[str]) -> list[tuple[str, pw.Workload]]:
 
 def measure_all(arguments: argparse.Namespace, console: Console) -> int:
     """Measure (or count) every workload, write as it goes, and build the report."""
-    workloads = load_all(arguments.inputs)
-    ceilings, build_seconds = None, None
-    if not arguments.reference:
-        build_seconds = prepare_gpu()
-        from pageweaver_sglang.bench.ceilings import measure_ceilings
-
-        with console.status("Measuring what this GPU can do at best"):
-            ceilings = measure_ceilings()
-    reports = []
-    for name, workload in workloads:
-        sizes = describe_workload(name, workload)
-        console.print(f"[bold]Workload {escape(name)}[/]: {sentence(sizes)}")
-        found = (
-            count_one(workload, name, console)
-            if arguments.reference
-            else measure_one(workload, name, arguments, ceilings, console)
-        )
-        report = {
-            "format": found.pop("format"),
-            "environment": environment.describe(arguments.commit),
-            "seed": arguments.seed,
-            "workload": sizes,
-            **({} if arguments.reference else {"kernel_build_s": build_seconds}),
-            **found,
-        }
-        reports.append(report)
-        for table in tables.tables_of(report):
-            console.print(table)
-        if report.get("random_tensors_because"):
-            console.print(
-                f"Q, K and V are random: {report['random_tensors_because']}.",
-                style="dim",
-                markup=False,
-                highlight=False,
+    names = [name for name, _ in load_all(arguments.inputs)]
+    written: list[str] = []
+    trouble = None
+    if arguments.reference:
+        count_workloads(arguments, console)
+        written = names
+    else:
+        try:
+            supervision.supervise(
+                partial(measure_workloads, arguments, environment.command_line()),
+                names,
+                patience=arguments.patience,
+                on_done=written.append,
+                on_loss=lambda text: console.print(f"LOST: {text}", style="bold red", markup=False, highlight=False),
             )
-        for failure in report["failures"]:
-            console.print(f"FAILED: {failure}", style="bold red", markup=False)
-        console.print(f"Everything: {files.write_report(report, arguments.out)}", markup=False, highlight=False)
-    write_outputs(reports, arguments.out, console)
-    return 1 if any(report["failures"] for report in reports) else 0
+        except supervision.Crashed as error:
+            trouble = str(error)
+    targets = [arguments.out / files.file_name_of(name, measured=not arguments.reference) for name in written]
+    reports, missing = files.read_reports(targets), [name for name in names if name not in written]
+    if reports:
+        write_outputs(reports, arguments.out, console)
+    for text in ([trouble] if trouble else []) + ([f"not measured: {', '.join(missing)}"] if missing else []):
+        console.print(f"FAILED: {text}", style="bold red", markup=False, highlight=False)
+    if not reports:
+        return 2
+    return 1 if trouble or missing or any(report["failures"] for report in reports) else 0
+
+
+def count_workloads(arguments: argparse.Namespace, console: Console) -> None:
+    """The logical comparison of every workload."""
+    for name, workload in load_all(arguments.inputs):
+        sizes = _announce(name, workload, console)
+        found = count_one(workload, name, console)
+        _hand_over(_whole_report(found, sizes, arguments, environment.command_line()), arguments, console)
+
+
+def measure_workloads(
+    arguments: argparse.Namespace,
+    command: str,
+    names: Sequence[str],
+    without: dict[str, str],
+    report: supervision.Report,
+) -> None:
+    """Measure the named workloads on the GPU: what the process of its own does.
+
+    A workload whose measurement fails is left without a report, and the next one is measured.
+    """
+    console = make_console()
+    build_seconds = prepare_gpu()
+    from pageweaver_sglang.bench.ceilings import measure_ceilings
+
+    with console.status("Measuring what this GPU can do at best"):
+        ceilings = measure_ceilings()
+    for name, workload in load_all(arguments.inputs):
+        if name not in names:
+            continue
+        sizes = _announce(name, workload, console)
+        try:
+            found = measure_one(workload, name, arguments, without, ceilings, console, report)
+        except DeviceLost:
+            raise
+        except Exception:  # arms are isolated already; whatever it is, the other workloads are still worth measuring
+            console.print(f"FAILED: {name}\n{traceback.format_exc()}", style="bold red", markup=False, highlight=False)
+            continue
+        whole = _whole_report({**found, "kernel_build_s": build_seconds}, sizes, arguments, command)
+        _hand_over(whole, arguments, console)
+        report.done(name)
+
+
+def _announce(name: str, workload: pw.Workload, console: Console) -> dict[str, Any]:
+    sizes = describe_workload(name, workload)
+    console.print(f"[bold]Workload {escape(name)}[/]: {sentence(sizes)}")
+    return sizes
+
+
+def _whole_report(
+    found: dict[str, Any], sizes: dict[str, Any], arguments: argparse.Namespace, command: str
+) -> dict[str, Any]:
+    """What was found with where and when it was."""
+    return {
+        "format": found.pop("format"),
+        "environment": {**environment.describe(arguments.commit), "command": command},
+        "seed": arguments.seed,
+        "workload": sizes,
+        **found,
+    }
+
+
+def _hand_over(report: dict[str, Any], arguments: argparse.Namespace, console: Console) -> None:
+    """Write a report, then show it."""
+    path = files.write_report(report, arguments.out)
+    for table in tables.tables_of(report):
+        console.print(table)
+    if report.get("random_tensors_because"):
+        console.print(
+            f"Q, K and V are random: {report['random_tensors_because']}.", style="dim", markup=False, highlight=False
+        )
+    for failure in report["failures"]:
+        console.print(f"FAILED: {failure}", style="bold red", markup=False)
+    console.print(f"Everything: {path}", markup=False, highlight=False)
 
 
 def prepare_gpu() -> float:
-    """Build PageWeaver's kernels; returns the seconds it took. Raises :class:`_Refused` where this machine can't."""
+    """Build PageWeaver's kernels; returns the seconds it took. Raises ValueError where this machine can't."""
     from pageweaver_sglang.bench import arms, compare
 
     reason = compare.unusable_gpu()
     if reason is not None:
-        raise _Refused(f"{reason} --reference compares the arms' page counts on any machine.")
+        raise ValueError(f"{reason} --reference compares the arms' page counts on any machine.")
     try:
         return arms.build_kernels()
     except ArmUnavailable as error:
-        raise _Refused(f"{error}.") from error
+        raise ValueError(f"{error}.") from error
 
 
 def count_one(workload: pw.Workload, name: str, console: Console) -> dict[str, Any]:
@@ -197,10 +282,12 @@ def measure_one(
     workload: pw.Workload,
     name: str,
     arguments: argparse.Namespace,
+    without: dict[str, str],
     ceilings: dict[str, Any] | None,
     console: Console,
+    report: supervision.Report,
 ) -> dict[str, Any]:
-    """One workload on the GPU, with a progress bar."""
+    """One workload on the GPU, with a progress bar, or with a line per stage where there is no terminal."""
     from pageweaver_sglang.bench.suite import Progress, Settings, run_workload
 
     settings = Settings(
@@ -208,7 +295,10 @@ def measure_one(
         rows=None if arguments.full else arguments.rows,
         seed=arguments.seed,
         arms=arguments.arms,
+        columns=arguments.columns,
+        without=without,
     )
+    start = time.monotonic()
     with tables.progress_bar(console) as bar:
         task = bar.add_task("", total=None)
         stage = [""]
@@ -216,11 +306,13 @@ def measure_one(
         def on_stage(text: str, steps: int) -> None:
             stage[0] = text
             bar.reset(task, total=steps, description=text)
+            if not console.is_terminal:
+                console.print(f"{time.monotonic() - start:6.1f} s  {text}", markup=False, highlight=False)
 
         def on_step(name: str) -> None:
             bar.update(task, advance=1, description=f"{stage[0]}: {name}")
 
-        return run_workload(workload, name, settings, Progress(on_stage, on_step), ceilings)
+        return run_workload(workload, name, settings, Progress(on_stage, on_step, report.begins), ceilings)
 
 
 def write_outputs(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:

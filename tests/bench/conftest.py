@@ -8,7 +8,7 @@ import torch
 
 import pageweaver_sglang as pw
 from pageweaver_sglang import reference
-from pageweaver_sglang.bench import arms, compare, protocol
+from pageweaver_sglang.bench import arms, compare, protocol, supervision
 
 SMALL = {"cu_seqlens": [0, 90, 111], "prefix_lens": [300, 0], "seq_lens": [390, 21]}
 
@@ -50,6 +50,20 @@ def attend_plan(q, k_cache, v_cache, plan, out, req_to_token, slot_ids, cu_seqle
             out[start:end, heads] = (weight @ v_cache[cells, head].float()).to(out.dtype)
 
 
+class Reporter:
+    """What a measuring process tells, to a list."""
+
+    def __init__(self, on_done):
+        self.arms, self.done = [], on_done
+
+    def begins(self, arm):
+        self.arms.append(arm)
+
+
+def in_this_process(work, workloads, *, patience, on_done, on_loss):
+    work(workloads, {}, Reporter(on_done))
+
+
 @pytest.fixture
 def reference_kernels(monkeypatch):
     """PageWeaver's kernels by the reference engine, CUDA events by the host's clock, graphs by calls."""
@@ -80,6 +94,7 @@ def reference_kernels(monkeypatch):
     properties = types.SimpleNamespace(L2_cache_size=100_000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(protocol, "CudaClock", protocol.HostClock)
+    monkeypatch.setattr(supervision, "supervise", in_this_process)
     monkeypatch.setattr(
         protocol, "capture", lambda arm, sets: [lambda index=index: arm.call(index) for index in range(sets)]
     )

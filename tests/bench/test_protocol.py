@@ -2,7 +2,7 @@
 
 import pytest
 
-from pageweaver_sglang.bench.protocol import Arm, HostClock, Protocol, Timing, measure, sets_for_cold_cache
+from pageweaver_sglang.bench.protocol import Arm, DeviceLost, HostClock, Protocol, Timing, measure, sets_for_cold_cache
 
 
 class Recorder(Arm):
@@ -78,3 +78,36 @@ def test_other_sets_exceed_twice_the_l2():
     for kv_bytes in (1, 16_492_544, 200_000_000):
         sets = sets_for_cold_cache(kv_bytes, 60_000_000)
         assert (sets - 1) * kv_bytes > 2 * 60_000_000
+
+
+def test_an_arm_that_fails_in_a_late_round_loses_its_figures_only():
+    calls = []
+    bad = Recorder("bad", [])
+    bad.call = lambda index: calls.append(index) if len(calls) < 5 else 1 / 0
+    timings, failed = measure([Recorder("good", []), bad], 1, Protocol(3, 2, 1), clock=HostClock())
+    assert failed == {"bad": "ZeroDivisionError: division by zero"}
+    assert list(timings) == ["good"]
+    assert len(timings["good"].rounds_ms) == 3
+
+
+def test_whoever_begins_is_named_before():
+    begun = []
+    arms = [Recorder("A", begun), Recorder("B", begun)]
+    measure(arms, 1, Protocol(1, 1, 0), clock=HostClock(), on_begin=begun.append)
+    assert begun == ["A", "B", "A", ("A", 0), "B", ("B", 0)]
+
+
+def test_after_a_lost_device_nothing_is_measured(monkeypatch):
+    import torch
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    arms = [Recorder("bad", [], "CUDA error: an illegal memory access was encountered"), Recorder("good", [])]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(DeviceLost, match="bad: RuntimeError: CUDA error") as caught:
+        measure(arms, 1, Protocol(1, 1, 0), clock=HostClock())
+    assert caught.value.arm == "bad"
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert list(measure(arms, 1, Protocol(1, 1, 0), clock=HostClock())[0]) == ["good"]

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 import pageweaver_sglang as pw
-from pageweaver_sglang.bench import catalogue, ceilings, fidelity
+from pageweaver_sglang.bench import catalogue, ceilings, fidelity, supervision
 from pageweaver_sglang.bench.arms import PublicArm
 from pageweaver_sglang.bench.orders import OFFLINE, find_orders
 from pageweaver_sglang.bench.protocol import Arm
 from pageweaver_sglang.bench.recorded import inputs_of, why_random
 from pageweaver_sglang.bench.work import work_of
 from pageweaver_sglang.cli import main
+
+from .conftest import in_this_process
 
 OTHERS = ["native", "pr37236", "flashinfer-xqa", "flashinfer-fa2", "page-pair", "native-short-tuned"]
 
@@ -170,11 +172,12 @@ def test_arm_choice_and_its_errors(capsys):
     assert "no arm 'union9'; the arms are native," in " ".join(capsys.readouterr().err.split())
 
 
-def test_without_a_gpu_it_points_to_the_reference(capsys, monkeypatch):
+def test_without_a_gpu_it_points_to_the_reference(capsys, monkeypatch, tmp_path):
     from pageweaver_sglang.bench import compare
 
     monkeypatch.setattr(compare, "unusable_gpu", lambda: "PyTorch sees no CUDA device.")
-    assert main(["bench", "ctx8k"]) == 2
+    monkeypatch.setattr(supervision, "supervise", in_this_process)
+    assert main(["bench", "ctx8k", "--out", str(tmp_path)]) == 2
     assert "--reference" in capsys.readouterr().err
 
 

@@ -42,15 +42,22 @@ class NativeShortArm(NativeArm):
     name = "native-short-tuned"
     description = f"SGLang's own Step 3 with the choice that Triton makes on {SHORT} queries (a short warm-up prompt)"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: dict[Any, Any] | None = None
+
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
-        """Tune on a short call into a dictionary of its own, and leave the shared one as it was."""
+        """Tune on a short call, keep that choice apart, and leave the shared ones as they were."""
         _, self._kernel = native_step3()
         if self._kernel is None:
             raise ArmUnavailable("SGLang's Step 3 kernel is not tuned by Triton in this version")
-        self._choices: dict[Any, Any] = {}
-        before = dict(self._kernel.cache)
-        super().prepare([shorten(sets[0], SHORT)])
-        self._kernel.cache.update(before)
+        before, self._own = dict(self._kernel.cache), None
+        try:
+            super().prepare([shorten(sets[0], SHORT)])
+        finally:
+            self._kernel.cache.clear()
+            self._kernel.cache.update(before)
+        self._own = dict(self._choices)
         self._sets = sets
         try:
             self.call(0)
@@ -59,9 +66,11 @@ class NativeShortArm(NativeArm):
             raise ArmUnavailable(f"SGLang's Step 3 fails on this input ({first_line(error)})") from error
 
     def call(self, index: int) -> torch.Tensor:
-        """One call with this arm's choice in place."""
-        kernel, own = self._kernel, self._choices
-        others, kernel.cache = kernel.cache, own
+        """One call with this arm's choice in place, once it has made one."""
+        if self._own is None:
+            return super().call(index)
+        kernel = self._kernel
+        others, kernel.cache = kernel.cache, self._own
         try:
             return super().call(index)
         finally:

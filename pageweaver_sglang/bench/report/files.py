@@ -12,15 +12,22 @@ FORMATS = ("pageweaver-bench 1", "pageweaver-logical 1")
 
 def file_name(report: Mapping[str, Any]) -> str:
     """``arms-WORKLOAD.json`` for a measured report, ``logical-WORKLOAD.json`` for counts alone."""
-    kind = "arms" if "arms" in report else "logical"
-    return f"{kind}-{Path(report['workload']['name']).stem}.json"
+    return file_name_of(report["workload"]["name"], measured="arms" in report)
+
+
+def file_name_of(workload: str, *, measured: bool) -> str:
+    """The same for a workload's name or path."""
+    return f"{'arms' if measured else 'logical'}-{Path(workload).stem}.json"
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     """Write one report; returns its path. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(report)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    # Another name first: what is there under its own is whole, whatever happens meanwhile.
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(report, indent=1) + "\n")
+    partial.replace(path)
     return path
 
 
