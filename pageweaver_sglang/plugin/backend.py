@@ -55,7 +55,9 @@ class PageWeaverSparseAttnBackend(MiniMaxSparseAttnBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         lengths = None if self.step3.recorder is None else capture.host_lengths(forward_batch)
         with serving(self.step3, layer.layer_id, lengths):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            index_out, out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        self.step3.check_padding(layer.layer_id, out, forward_batch.extend_seq_lens_cpu)
+        return index_out, out
 
 
 def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:

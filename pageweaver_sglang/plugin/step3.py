@@ -9,7 +9,7 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -174,9 +174,30 @@ class Step3:
         logger.debug("pageweaver: layer %d call %d tokens %d", layer_id, stats.calls, out.shape[0])
         if _capturing(out):
             stats.captured_calls += 1
-        elif self.config.verify_every and stats.calls % self.config.verify_every == 0:
+        elif self._to_verify():
             self._verify(out, native, layer_id, call)
         return out
+
+    def check_padding(self, layer_id: int, out: torch.Tensor, lengths: Sequence[int] | None) -> None:
+        """Where the last call was one to verify, log how many padding rows the layers behind will get, all zero or not.
+
+        Batches are padded for collective operations (DP attention). SGLang cuts such rows off before Step 3 and puts
+        zeros there afterwards, so that this looks at what its whole attention returns. Synchronises the device.
+
+        Args:
+            layer_id: the model layer.
+            out: what SGLang's ``forward_extend`` returns, ``[rows, q_heads * head_dim]``.
+            lengths: new tokens of each request, the real rows; None where the host does not know them.
+        """
+        if self.config.mode == "native" or not self._to_verify() or lengths is None or _capturing(out):
+            return
+        tokens = sum(lengths)
+        if rows := out.shape[0] - tokens:
+            not_zero = int(out[tokens:].ne(0).any(dim=1).sum())
+            logger.info("pageweaver padding: layer %d rows %d not zero %d", layer_id, rows, not_zero)
+
+    def _to_verify(self) -> bool:
+        return self.config.verify_every > 0 and self.stats.calls % self.config.verify_every == 0
 
     def _hand_back(self, native: Native, layer_id: int, call: dict[str, Any]) -> torch.Tensor:
         self._count("native", layer_id, call)
@@ -256,7 +277,9 @@ class Step3:
     def _verify(self, out: torch.Tensor, native: Native, layer_id: int, call: dict[str, Any]) -> None:
         """Run SGLang's function on the same inputs and log the difference. Synchronises the device."""
         try:
-            verification = compare(out, native(**call))
+            # SGLang's function leaves rows behind the last request as they were in memory.
+            tokens = int(call["cu_seqlens"][-1])
+            verification = compare(out[:tokens], native(**call)[:tokens])
         except Exception:  # a comparison that fails (out of memory, say) must not cost a request
             logger.exception("pageweaver verify: layer %d call %d could not be compared", layer_id, self.stats.calls)
             return

@@ -29,11 +29,35 @@ def random_picks(picked: dict[str, torch.Tensor], edit):
 
 
 class Case:
-    """A backend built by SGLang's own set-up, and one prefill batch."""
+    """A backend built by SGLang's own set-up, and one prefill batch.
 
-    def __init__(self, server_args, prefixes, extends, *, kv_heads=1, dtype=torch.bfloat16, layers=2, padding=0):
+    Args:
+        server_args: the published server arguments.
+        prefixes: tokens of each request before the batch.
+        extends: new tokens of each request.
+        kv_heads: of the rank.
+        group: query heads per KV head.
+        index_heads: of the rank; None for as many as KV heads.
+        dtype: of the KV cache.
+        layers: of the model, the first one dense.
+        padding: rows of the queries behind the last request.
+    """
+
+    def __init__(
+        self,
+        server_args,
+        prefixes,
+        extends,
+        *,
+        kv_heads=1,
+        group=16,
+        index_heads=None,
+        dtype=torch.bfloat16,
+        layers=2,
+        padding=0,
+    ):
         pages = sum(-(-(p + e) // fake_runner.PAGE) for p, e in zip(prefixes, extends, strict=True)) + 2
-        heads = {"q_heads": 16 * kv_heads, "kv_heads": kv_heads}
+        heads = {"q_heads": group * kv_heads, "kv_heads": kv_heads}
         self.pool = fake_runner.make_pool(pages, layers, kv_heads, dtype)
         self.runner = fake_runner.make_runner(server_args, self.pool, layers=layers, **heads)
         self.backend = fake_runner.build_backend(self.runner)
@@ -48,7 +72,7 @@ class Case:
         self.rows = tokens + padding
         self.q = self.random(self.rows, heads["q_heads"], fake_runner.HEAD_DIM)
         self.k, self.v = (self.random(tokens, kv_heads, fake_runner.HEAD_DIM) for _ in range(2))
-        self.idx_q = self.random(self.rows, kv_heads, fake_runner.HEAD_DIM)
+        self.idx_q = self.random(self.rows, index_heads or kv_heads, fake_runner.HEAD_DIM)
         self.idx_k = self.random(tokens, 1, fake_runner.HEAD_DIM)
 
     def random(self, *shape):

@@ -195,6 +195,39 @@ def test_verification(caplog):
     assert "pageweaver calls: {1: 2, 2: 2} fallbacks: {}" in caplog.text
 
 
+def test_verification_leaves_out_rows_behind_the_last_request(caplog):
+    """SGLang's function does not write them: they hold what was in memory."""
+    caplog.set_level(logging.INFO)
+
+    class Unwritten(Native):
+        def __call__(self, **call):
+            out = super().__call__(**call)
+            out[TOKENS - 2 :] = 1e4
+            return out
+
+    served = make(verify_every=1)
+    lengths = {"cu_seqlens": torch.tensor([0, TOKENS - 2], dtype=torch.int32)}
+    out = served(Unwritten(), 1, make_call(**lengths, seq_lens=torch.tensor([PREFIX + TOKENS - 2], dtype=torch.int32)))
+    assert served.stats.last_verification.nrms == 0
+    assert not out[TOKENS - 2 :].any()
+
+
+def test_padding_that_is_not_zero_is_counted(caplog):
+    caplog.set_level(logging.INFO)
+    served = make(verify_every=2)
+    out = torch.zeros(5, 8)
+    out[3, 7], out[4, 0], out[0] = float("nan"), 1, 1
+    served(Native(), 1, make_call())
+    served.check_padding(1, out, [1, 1])
+    assert "padding" not in caplog.text, "the call was not one to verify"
+    served(Native(), 2, make_call())
+    served.check_padding(2, out, [1, 4])
+    served.check_padding(2, out, None)
+    assert "padding" not in caplog.text, "no row, or no way to know"
+    served.check_padding(2, out, [1, 1])
+    assert "pageweaver padding: layer 2 rows 3 not zero 2" in caplog.text
+
+
 def test_no_verification_while_a_graph_is_captured(monkeypatch):
     """It reads the device, which would break the capture."""
     monkeypatch.setattr(step3, "_capturing", lambda tensor: True)
