@@ -47,6 +47,7 @@ STEP3_OPTIONAL_PARAMETERS = frozenset({"loc_mapping"})
 _REGISTRY = "sglang.srt.layers.attention.attention_registry"
 _SPARSE_BACKEND = "sglang.srt.layers.attention.minimax_sparse_backend"
 _PIPELINE = "sglang.srt.arg_groups.pipeline"
+_SETUP = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
 
 
 class SeamError(RuntimeError):
@@ -115,12 +116,14 @@ def hook_targets() -> dict[str, str]:
     ``pair``        answers "which (prefill, decode) attention backends?" at run time
     ``draft``       0.5.17 only: the EAGLE draft factory, which reads the prefill backend's field itself
     ``wrapper``     puts the model's own attention (here: the sparse layers) around the dense backend
+    ``build``       creates a runner's attention backend, the wrapper included
     """
     targets = {
         "arguments": f"{_PIPELINE}:run_resolution_pipeline"
         if exists(_PIPELINE)
         else "sglang.srt.server_args:ServerArgs.__post_init__",
         "wrapper": f"{_REGISTRY}:attn_backend_wrapper",
+        "build": f"{_SETUP}:_build_resolved_backend",
     }
     if exists("sglang.srt.runtime_context:attention_backends"):
         targets["pair"] = "sglang.srt.runtime_context:attention_backends"
@@ -142,6 +145,7 @@ _HOOK_PARAMETERS = {
         "error_template",
     ],
     f"{_REGISTRY}:attn_backend_wrapper": ["runner", "full_attn_backend"],
+    f"{_SETUP}:_build_resolved_backend": ["model_runner", "resolved", "init_new_workspace"],
 }
 
 
@@ -249,6 +253,25 @@ def hook_is_live(target: str, hook: Callable[..., Any]) -> bool:
         for cell in (getattr(layer, "__closure__", None) or ())
         if _filled(cell)
     )
+
+
+def other_plugins(target: str) -> list[str]:
+    """Plugins that have a hook on ``target`` beside PageWeaver, as ``name (distribution)``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    # SGLang offers no question for this; without its list nobody is named, and nothing else changes.
+    entries = getattr(HookRegistry, "_hooks", {}).get(target.replace(":", "."), ())
+    sources = [entry[2] for entry in entries if entry[1].__module__.partition(".")[0] != __package__.partition(".")[0]]
+    return [
+        "a plugin that SGLang does not name" if source is None else f"{source.plugin_name} ({source.dist_name})"
+        for source in sources
+    ]
+
+
+def beside(target: str) -> str:
+    """Words that name the other plugins with a hook on ``target``, to follow a problem; empty where there are none."""
+    others = other_plugins(target)
+    return f" (also hooked by: {', '.join(others)}; SGLANG_PLUGINS={NAME} keeps other plugins out)" if others else ""
 
 
 def _layers(function: Any) -> Iterator[Any]:

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _installed = False
 _verified = False
+_wrapped = 0
+"""How often :func:`wrap_backend` has run for a runner that is to have PageWeaver."""
 
 
 def install() -> None:
@@ -67,7 +69,7 @@ def missing_hooks() -> list[str]:
     problems = compat.verify_seams()
     for role, target in _targets().items():
         if compat.exists(target) and not compat.hook_is_live(target, HOOKS[role]):
-            problems.append(f"the hook on {target} was not applied")
+            problems.append(f"the hook on {target} was not applied{compat.beside(target)}")
     return problems
 
 
@@ -106,7 +108,10 @@ def backend_pair(original: Callable[..., Any], *owner: Any) -> tuple[str | None,
             raise compat.SeamError(compat.refusal(problems))
         _verified = True
     if dense == NAME:
-        raise compat.SeamError(compat.refusal(["the server arguments were resolved without PageWeaver's hook"]))
+        others = compat.beside(_targets()["arguments"])
+        raise compat.SeamError(
+            compat.refusal([f"the server arguments were resolved without PageWeaver's hook{others}"])
+        )
     return dense, decode
 
 
@@ -124,11 +129,37 @@ def wrap_backend(original: Callable[..., Any], runner: Any, full_attn_backend: A
 
     A draft model keeps SGLang's own, like everything else of speculative decoding.
     """
+    global _wrapped
     if not is_active() or runner.is_draft_worker:
         return original(runner, full_attn_backend)
     from .backend import build
 
+    _wrapped += 1
+    for target in (_targets()["wrapper"], f"{compat.STEP3_MODULE}:{compat.STEP3_NAME}"):
+        if others := compat.other_plugins(target):
+            logger.warning(
+                "pageweaver: %s is hooked by %s too, and PageWeaver takes its place: theirs may not act",
+                target,
+                ", ".join(others),
+            )
     return build(runner, full_attn_backend)
+
+
+def build_backend(original: Callable[..., Any], **arguments: Any) -> Any:
+    """Around the creation of a runner's backend: did :func:`wrap_backend` have its say?
+
+    Another plugin's hook around the same wrapper can keep it from being called, in silence.
+
+    Raises:
+        SeamError: it was not called, and the server was asked for PageWeaver.
+    """
+    before = _wrapped
+    backend = original(**arguments)
+    if is_active() and not arguments["model_runner"].is_draft_worker and _wrapped == before:
+        target = _targets()["wrapper"]
+        problem = f"the backend was created without PageWeaver's hook on {target}{compat.beside(target)}"
+        raise compat.SeamError(compat.refusal([problem]))
+    return backend
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -136,4 +167,5 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "pair": backend_pair,
     "draft": draft_backend,
     "wrapper": wrap_backend,
+    "build": build_backend,
 }

@@ -9,8 +9,13 @@ NATIVE = {"backend": "MiniMaxHybridAttnBackend", "sparse": "MiniMaxSparseAttnBac
 
 
 @pytest.fixture(scope="module")
-def starts(run_program):
-    return run_program("fail_closed").result
+def outcome(run_program):
+    return run_program("fail_closed")
+
+
+@pytest.fixture
+def starts(outcome):
+    return outcome.result
 
 
 @pytest.fixture
@@ -46,6 +51,9 @@ def test_a_process_without_the_plugin_stops(whole):
         ("wrapper hook not applied", ["attn_backend_wrapper was not applied"]),
         ("arguments hook not applied", ["was not applied"]),
         ("pair hook not applied", ["attention_backends was not applied"]),
+        ("build hook not applied", ["_build_resolved_backend was not applied"]),
+        ("second plugin bypasses the wrapper", ["created without PageWeaver's hook on", "rival (rival-dist)"]),
+        ("second plugin bypasses the arguments", ["resolved without PageWeaver's hook", "SGLANG_PLUGINS=pageweaver"]),
     ],
 )
 def test_stops_where_sglang_is_not_as_expected(starts, broken, words):
@@ -56,6 +64,22 @@ def test_stops_where_sglang_is_not_as_expected(starts, broken, words):
         assert [
             word for word in [*words, "Found SGLang 0.5.", "supported: 0.5.17 to 0.5.23"] if word not in error
         ] == []
+
+
+@pytest.mark.parametrize("second", ["passes on", "replaces the wrapper", "hooks step3"])
+def test_a_second_plugin_on_the_same_place_is_named(starts, outcome, second):
+    result = starts[f"second plugin {second}"]
+    assert result["pageweaver"] == result["prefill"] == PAGEWEAVER
+    assert result["other"] == NATIVE
+    place = "flash_prefill_with_gqa_share_sparse" if second == "hooks step3" else "attn_backend_wrapper"
+    assert f"{place} is hooked by rival (rival-dist) too, and PageWeaver takes its place" in outcome.output
+
+
+def test_loading_the_plugin_again_changes_nothing(whole):
+    """SGLang may load plugins in every process, and more than once."""
+    assert whole["hooks after loading again"] == whole["hooks"]
+    assert max(whole["hooks"].values()) == 1
+    assert whole["choices"].count("pageweaver") == 1
 
 
 def test_a_renamed_step3_is_named(starts):

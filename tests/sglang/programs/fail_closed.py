@@ -19,8 +19,12 @@ import fake_runner
 import sglang.srt.layers.attention.attention_registry as attention_registry
 import sglang.srt.layers.attention.minimax_sparse_backend as minimax_sparse_backend
 import sglang.srt.layers.attention.minimax_sparse_ops.minimax_sparse as minimax_sparse
+import sglang.srt.plugins
+import sglang.srt.server_args
 from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+import pageweaver_sglang.plugin
 
 
 def change_step3() -> None:
@@ -60,6 +64,30 @@ def lose_hooks(*parts: str) -> None:
     HookRegistry._apply_target = classmethod(failing)
 
 
+def second_plugin(part: str, hook, hook_type=HookType.AROUND) -> None:
+    """Another plugin's hook, loaded after PageWeaver, on PageWeaver's hook target whose name holds ``part``."""
+    apply = HookRegistry.apply_hooks
+
+    def register_and_apply():
+        from pageweaver_sglang.plugin import compat
+
+        step3 = f"{compat.STEP3_MODULE}:{compat.STEP3_NAME}"
+        (target,) = (target for target in (*compat.hook_targets().values(), step3) if part in target)
+        HookRegistry.register(target.replace(":", "."), hook, hook_type, source=HookSource("rival", "rival-dist"))
+        apply()
+
+    HookRegistry.apply_hooks = register_and_apply
+
+
+def pass_through(original, *args, **kwargs):
+    return original(*args, **kwargs)
+
+
+def bypass(original, *args, **kwargs):
+    """Call SGLang's function instead of what lies in between."""
+    return inspect.unwrap(original)(*args, **kwargs)
+
+
 def stand_in_for_hybrid_backend() -> None:
     """SGLang imports its model runner for this one, and with it a web server that the tests' environment lacks."""
     name = "sglang.srt.layers.attention.hybrid_attn_backend"
@@ -68,6 +96,7 @@ def stand_in_for_hybrid_backend() -> None:
         sys.modules[name].HybridAttnBackend = None  # its backends are built first, and one of them must refuse
 
 
+HAS_PIPELINE = importlib.util.find_spec("sglang.srt.arg_groups.pipeline") is not None
 BREAKS = {
     "nothing": lambda: None,
     "step3 has a new parameter": change_step3,
@@ -78,6 +107,16 @@ BREAKS = {
     "wrapper hook not applied": lambda: lose_hooks("attn_backend_wrapper"),
     "arguments hook not applied": lambda: lose_hooks("run_resolution_pipeline", "__post_init__"),
     "pair hook not applied": lambda: lose_hooks("attention_backends"),
+    "build hook not applied": lambda: lose_hooks("_build_resolved_backend"),
+    "second plugin passes on": lambda: second_plugin("attn_backend_wrapper", pass_through),
+    "second plugin bypasses the wrapper": lambda: second_plugin("attn_backend_wrapper", bypass),
+    "second plugin replaces the wrapper": lambda: second_plugin(
+        "attn_backend_wrapper", attention_registry.attn_backend_wrapper, HookType.REPLACE
+    ),
+    "second plugin bypasses the arguments": lambda: second_plugin(
+        "run_resolution_pipeline" if HAS_PIPELINE else "__post_init__", bypass
+    ),
+    "second plugin hooks step3": lambda: second_plugin("flash_prefill_with_gqa_share_sparse", pass_through),
 }
 
 
@@ -118,6 +157,10 @@ def write(path: str, result: dict) -> None:
         json.dump(result, file)
 
 
+def count_hooks() -> dict[str, int]:
+    return {target: len(hooks) for target, hooks in HookRegistry._hooks.items() if hooks}
+
+
 def starts(broken: str) -> dict:
     native_step3 = minimax_sparse.flash_prefill_with_gqa_share_sparse
     BREAKS[broken]()
@@ -129,6 +172,12 @@ def starts(broken: str) -> dict:
     report["pageweaver"] = start("--attention-backend", "pageweaver")
     report["prefill"] = start("--attention-backend", "torch_native", "--prefill-attention-backend", "pageweaver")
     if broken == "nothing":
+        report["hooks"] = count_hooks()
+        sglang.srt.plugins._plugins_loaded = False
+        load_plugins()
+        pageweaver_sglang.plugin.register()
+        report["hooks after loading again"] = count_hooks()
+        report["choices"] = list(sglang.srt.server_args.ATTENTION_BACKEND_CHOICES)
         report["llama"] = start("--attention-backend", "pageweaver", architecture="LlamaForCausalLM")
         report["without plugin"] = start_in_a_process_without_the_plugin("--attention-backend", "pageweaver")
     return report
