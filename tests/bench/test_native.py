@@ -1,4 +1,4 @@
-"""How SGLang's own Step 3 is tuned, with a stand-in for its kernel that tunes as Triton does: once, on its first call."""
+"""How SGLang's own Step 3 is tuned, with a stand-in for its kernel that tunes as Triton does: on its first call."""
 
 import types
 
