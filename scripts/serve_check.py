@@ -1,33 +1,42 @@
 #!/usr/bin/env python3
 """Serve the tiny MiniMax-M3 with a real SGLang server in each of PageWeaver's modes, and check what happened.
 
-    serve_check.py                                          # modes pageweaver, union8, native
+    serve_check.py                                          # one GPU; modes pageweaver, union8, native
     serve_check.py --modes pageweaver --stock               # one mode, and SGLang without PageWeaver (fa3)
+    serve_check.py --layouts tp2,tp2dp2,tp2pad --jobs 7     # two GPUs, several servers at the same time
     serve_check.py -- --mem-fraction-static 0.4             # more arguments for the server
 
-For each mode it starts `python -m sglang.launch_server --attention-backend pageweaver` (the page size is left to the
-plugin) with PAGEWEAVER_MODE=<mode> and PAGEWEAVER_VERIFY_EVERY=1, so that the server computes every Step 3 call with
-SGLang's own function too and logs the difference (the latencies include that, so they are no measure of speed). Prompts
-of 1K, 16K and 64K tokens go one after the other, then a batch of mixed lengths at the same time, queued up behind a
-long prompt so that the scheduler packs them together.
+A layout says how the server spreads the model: `tpN` is tensor parallelism over N GPUs, `tpNdpM` DP attention on top of
+it (M data-parallel attention ranks of N/M GPUs each), and `pad` behind it makes SGLang pad batches to a multiple of the
+attention ranks (`--moe-dense-tp-size N`), as DP attention with several GPUs per rank does by itself.
 
-Checked: the STATUS line; every request answered; PageWeaver served Step 3 on every sparse layer, with no call left to
-SGLang's function; NRMS of every compared call at most --max-nrms; no error in the log; the servers gone afterwards; and
-first tokens that agree with the native mode, or are near-ties there. Exit code 0 when all of it holds.
+For each layout and mode it starts `python -m sglang.launch_server --attention-backend pageweaver` (the page size is
+left to the plugin) with PAGEWEAVER_MODE=<mode> and PAGEWEAVER_VERIFY_EVERY=1, so that every rank computes every Step 3
+call with SGLang's own function too and logs the difference (the latencies include that: they are no measure of speed).
+Prompts go one after the other, with DP attention to each rank in turn while the others have nothing to do; then a batch
+of mixed lengths at the same time, queued up behind a long prompt so that the scheduler packs them together.
+
+Checked, on every rank: the STATUS line; PageWeaver served Step 3 on every sparse layer, with no call left to SGLang's
+function; NRMS of every compared call at most --max-nrms; padded rows zero. And: every request answered; with DP
+attention that the rank a prompt was sent to served it alone; no error in the log; the servers gone afterwards; first
+tokens that agree with the native mode, or are near-ties there; with --fresh-cache that all processes together compiled
+the kernels once. Exit code 0 when all of it holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, random_prompt
-from pageweaver_sglang.serving_ab.launch import plugin_variables
+from pageweaver_sglang.serving_ab.launch import plugin_variables, wait_until_it_answers
 from pageweaver_sglang.serving_ab.serverlog import FALLBACK, STATUS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,33 +58,77 @@ SERVER_ARGUMENTS = (
     *("--trust-remote-code", "--kv-cache-dtype", "fp8_e4m3", "--disable-radix-cache", "--context-length", "131072"),
     *("--max-total-tokens", "300032", "--max-running-requests", "16", "--mem-fraction-static", "0.5"),
     *("--chunked-prefill-size", "16384", "--max-prefill-tokens", "16384", "--sampling-backend", "pytorch"),
-    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--skip-server-warmup"),
 )
 
-# What the plugin logs (pageweaver_sglang/plugin: backend.status_line, step3.Step3).
+PORT_STEP = 20
+"""Between servers: with DP attention SGLang also takes the ports from 233 behind its own on."""
+
+# What SGLang's logger puts in front of a line: the time, and the ranks of the process where there are several.
+PREFIX = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?P<ranks>(?: [A-Z_]+\d+)*)\]")
+# What the plugin logs (pageweaver_sglang/plugin: backend.status_line, step3.Step3; cuda/loader.py).
 VERIFY = re.compile(
     r"pageweaver verify: layer (?P<layer>\d+) call \d+ tokens (?P<tokens>\d+) requests (?P<requests>\d+) "
     r"kv_heads (?P<kv_heads>\d+) nrms (?P<nrms>[\d.]+|nan|inf)%? max error (?P<max_error>[^ ]+) "
     r"cosine (?P<cosine>[^ ]+)(?: skipped rows (?P<skipped>\d+))?"
 )
+PADDING = re.compile(r"pageweaver padding: layer (?P<layer>\d+) rows (?P<rows>\d+) not zero (?P<not_zero>\d+)")
 SUMMARY = re.compile(r"pageweaver calls: \{(?P<calls>[^}]*)\} fallbacks: \{(?P<fallbacks>.*)\}")
+COMPILING = "pageweaver: compiling the CUDA kernels for"
 ERROR = re.compile(
-    r"Traceback \(most recent call last\)|CUDA error|illegal memory access|out of memory|Scheduler hit an"
+    r"Traceback \(most recent call last\)|CUDA error|NCCL error|illegal memory access|out of memory|Scheduler hit an"
 )
 EXCERPT = re.compile(r"pageweaver[: ]|fired up and ready|Prefill batch|attention_backend=|" + ERROR.pattern)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a server spreads the model over GPUs: ``tp`` ranks, ``dp`` of them data-parallel in attention."""
+
+    name: str
+    tp: int
+    dp: int = 1
+    pad: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> Layout:
+        """Read a name such as ``tp4dp2``. Raises ValueError for another form, or where M does not divide N."""
+        found = re.fullmatch(r"tp([1-9]\d*)(?:dp([1-9]\d*))?(pad)?", name)
+        tp, dp = (int(found[1]), int(found[2] or 1)) if found else (1, 2)
+        if tp % dp:
+            raise ValueError(f"{name!r} is not of the form tpN, tpNdpM (M divides N) or either with pad behind it")
+        return cls(name, tp, dp, bool(found[3]))
+
+    @property
+    def pads(self) -> bool:
+        """Whether SGLang pads batches to a multiple of the GPUs of an attention rank, if that is more than one."""
+        return self.tp > self.dp and (self.dp > 1 or self.pad)
+
+    def ranks(self, dp_rank: int | None = None) -> list[str]:
+        """The processes as SGLang's log names them, of one data-parallel rank or of all."""
+        size = self.tp // self.dp
+        ranks = range(self.tp) if dp_rank is None else range(dp_rank * size, (dp_rank + 1) * size)
+        return [f"DP{rank // size} TP{rank}" if self.dp > 1 else f"TP{rank}" for rank in ranks]
+
+    def arguments(self) -> list[str]:
+        """The server's arguments. Sums go through NCCL: nothing to compile, no access between GPUs to be tried out."""
+        arguments = ["--tp", str(self.tp), "--disable-custom-all-reduce"] if self.tp > 1 else []
+        arguments += ["--dp", str(self.dp), "--enable-dp-attention"] if self.dp > 1 else []
+        return arguments + (["--moe-dense-tp-size", str(self.tp)] if self.pad else [])
+
+
 @dataclass
-class LogFacts:
-    """What a server's log says about PageWeaver."""
+class RankFacts:
+    """What one process of a server logged about PageWeaver."""
 
     status: str | None = None
     mode: str | None = None
     verified: list[dict[str, float]] = field(default_factory=list)
     calls_by_layer: dict[int, int] = field(default_factory=dict)
     fallbacks: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    most_requests_in_a_call: int = 0
+    padded_calls: int = 0
+    padded_rows: int = 0
+    padded_rows_not_zero: int = 0
 
     def nrms(self) -> dict[str, float] | None:
         """NRMS of the compared calls, as fractions; None when none was compared."""
@@ -84,37 +137,77 @@ class LogFacts:
             return None
         return {"max": max(values), "median": statistics.median(values), "mean": statistics.fmean(values)}
 
+    def describe(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "status": self.status,
+            "kv_heads": sorted({int(call["kv_heads"]) for call in self.verified}),
+            "calls_by_layer": self.calls_by_layer,
+            "fallbacks": self.fallbacks,
+            "verified_calls": len(self.verified),
+            "nrms": self.nrms(),
+            "most_requests_in_a_call": max((int(call["requests"]) for call in self.verified), default=0),
+            "padded_calls": self.padded_calls,
+            "padded_rows": self.padded_rows,
+            "padded_rows_not_zero": self.padded_rows_not_zero,
+        }
+
+
+@dataclass
+class LogFacts:
+    """What a server's log says about PageWeaver, by process."""
+
+    ranks: dict[str, RankFacts] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    compilations: int = 0
+
+
+def rank_of(line: str) -> str:
+    """Which process wrote a line: ``DP1 TP2``, ``TP1``; ``TP0`` where SGLang names none (one GPU)."""
+    found = PREFIX.search(line)
+    ranks = " ".join(part for part in (found["ranks"].split() if found else ()) if part.startswith(("DP", "TP")))
+    return ranks or "TP0"
+
 
 def parse_log(text: str) -> LogFacts:
-    """Read what the plugin logged. The counters are cumulative: the last summary counts."""
-    facts = LogFacts()
+    """Read what the plugin logged. The counters are cumulative: a process's last summary counts."""
+    # The compiler's lines have no rank, and other processes' output can stand in the same line.
+    facts = LogFacts(compilations=text.count(COMPILING))
     for line in text.splitlines():
+        if ERROR.search(line):
+            facts.errors.append(line.strip()[:300])
+        if "pageweaver" not in line:
+            continue
+        rank = facts.ranks.setdefault(rank_of(line), RankFacts())
         if found := STATUS.search(line):
-            facts.status, facts.mode = found["text"], found["mode"]
+            rank.status, rank.mode = found["text"], found["mode"]
         elif found := VERIFY.search(line):
             nrms = float(found["nrms"]) / 100
-            facts.verified.append(
+            rank.verified.append(
                 {
                     "layer": int(found["layer"]),
                     "tokens": int(found["tokens"]),
                     "requests": int(found["requests"]),
+                    "kv_heads": int(found["kv_heads"]),
                     "nrms": nrms if nrms == nrms else float("inf"),
                     "max_error": float(found["max_error"]),
                     "cosine": float(found["cosine"]),
                     "skipped_rows": int(found["skipped"] or 0),
                 }
             )
-            facts.most_requests_in_a_call = max(facts.most_requests_in_a_call, int(found["requests"]))
+        elif found := PADDING.search(line):
+            rank.padded_calls += 1
+            rank.padded_rows += int(found["rows"])
+            rank.padded_rows_not_zero += int(found["not_zero"])
         elif found := SUMMARY.search(line):
             pairs = (pair.split(":") for pair in found["calls"].split(",") if pair.strip())
-            facts.calls_by_layer = {int(layer): int(count) for layer, count in pairs}
+            rank.calls_by_layer = {int(layer): int(count) for layer, count in pairs}
             if found["fallbacks"].strip():
-                facts.fallbacks.append(found["fallbacks"].strip())
+                rank.fallbacks.append(found["fallbacks"].strip())
         elif found := FALLBACK.search(line):
-            facts.fallbacks.append(found["reason"])
-        if ERROR.search(line):
-            facts.errors.append(line.strip()[:300])
-    facts.fallbacks = list(dict.fromkeys(facts.fallbacks))
+            rank.fallbacks.append(found["reason"])
+    for rank in facts.ranks.values():
+        rank.fallbacks = list(dict.fromkeys(rank.fallbacks))
     return facts
 
 
@@ -140,10 +233,17 @@ class Check:
     detail: str = ""
 
 
-def mode_checks(
-    mode: str, facts: LogFacts, requests: list[dict[str, Any]], layers: list[int], max_nrms: float
+def by_rank(values: Iterable[tuple[str, Any]]) -> str:
+    """``TP0: x; TP1: y``, or one value alone where all ranks have the same."""
+    values = list(values)
+    different = {str(value) for _, value in values}
+    return different.pop() if len(different) == 1 else "; ".join(f"{rank}: {value}" for rank, value in values)
+
+
+def launch_checks(
+    layout: Layout, mode: str, facts: LogFacts, requests: list[dict[str, Any]], layers: list[int], max_nrms: float
 ) -> list[Check]:
-    """What had to hold in one mode."""
+    """What had to hold in one launch."""
     failed = [f"{r['name']}: {r['error']}" for r in requests if "error" in r]
     checks = [
         Check(
@@ -153,27 +253,62 @@ def mode_checks(
     ]
     if mode == STOCK:
         return checks
-    checks.append(Check("STATUS line names the mode", facts.mode == mode, facts.status or "no STATUS line"))
+    ranks = {name: facts.ranks.get(name, RankFacts()) for name in layout.ranks()}
+    checks.append(
+        Check(
+            "STATUS line names the mode",
+            all(rank.mode == mode for rank in ranks.values()),
+            by_rank((name, rank.status or "no STATUS line") for name, rank in ranks.items()),
+        )
+    )
     if mode == "native":
         return checks
-    missing = [layer for layer in layers if not facts.calls_by_layer.get(layer)]
-    served = ", ".join(f"layer {layer}: {count}" for layer, count in sorted(facts.calls_by_layer.items()))
-    nrms = facts.nrms()
-    return [
-        *checks,
-        Check("PageWeaver served every sparse layer", not missing, served or "no call served"),
-        Check("no call left to SGLang's Step 3", not facts.fallbacks, "; ".join(facts.fallbacks)),
+    missing = {
+        name: gone
+        for name, rank in ranks.items()
+        if (gone := [layer for layer in layers if not rank.calls_by_layer.get(layer)])
+    }
+    served = by_rank(
+        (name, ", ".join(f"layer {layer}: {count}" for layer, count in sorted(rank.calls_by_layer.items())) or "none")
+        for name, rank in ranks.items()
+    )
+    fallbacks = [f"{name}: {reason}" for name, rank in ranks.items() for reason in rank.fallbacks]
+    largest = {name: nrms["max"] for name, rank in ranks.items() if (nrms := rank.nrms()) is not None}
+    compared = by_rank(
+        (name, f"{len(rank.verified)} calls, largest {largest[name]:.3%}" if name in largest else "no call compared")
+        for name, rank in ranks.items()
+    )
+    most = max((call["requests"] for rank in ranks.values() for call in rank.verified), default=0)
+    checks += [
+        Check("PageWeaver served every sparse layer", not missing, served),
+        Check("no call left to SGLang's Step 3", not fallbacks, "; ".join(fallbacks)),
         Check(
             f"NRMS of every compared call at most {max_nrms:.1%}",
-            nrms is not None and nrms["max"] <= max_nrms,
-            "no call compared" if nrms is None else f"{len(facts.verified)} calls, largest {nrms['max']:.3%}",
+            len(largest) == len(ranks) and max(largest.values()) <= max_nrms,
+            compared,
         ),
-        Check(
-            "a call with several requests was compared",
-            facts.most_requests_in_a_call > 1,
-            f"largest: {facts.most_requests_in_a_call} requests",
-        ),
+        Check("a call with several requests was compared", most > 1, f"largest: {most} requests"),
     ]
+    not_zero = {name: rank.padded_rows_not_zero for name, rank in ranks.items() if rank.padded_rows_not_zero}
+    padded = by_rank((name, f"{rank.padded_rows} rows") for name, rank in ranks.items())
+    if layout.pads:
+        # Padding goes up to the next multiple: a layout that pads has seen some if a prompt's length was odd.
+        complete = all(rank.padded_rows for rank in ranks.values())
+        checks.append(Check("padded rows are zero", complete and not not_zero, f"{padded}, not zero: {not_zero or 0}"))
+    elif any(rank.padded_rows for rank in ranks.values()):
+        checks.append(Check("padded rows are zero", not not_zero, f"{padded}, not zero: {not_zero or 0}"))
+    if layout.dp > 1:
+        alone = [r for r in requests if r.get("dp_rank") is not None and "ranks" in r]
+        wrong = [f"{r['name']}: {r['ranks']}" for r in alone if r["ranks"] != layout.ranks(r["dp_rank"])]
+        tried = {r["dp_rank"] for r in alone}
+        checks.append(
+            Check(
+                "each DP rank served prompts while the others had nothing to do",
+                not wrong and len(tried) == layout.dp,
+                "; ".join(wrong) or f"{len(alone)} prompts on {len(tried)} ranks",
+            )
+        )
+    return checks
 
 
 def compare_first_tokens(
@@ -210,124 +345,254 @@ def compare_first_tokens(
 
 
 def send_all(
-    base: str, options: argparse.Namespace, deadline: float, say: Callable[[str], None]
+    server: ServerProcess,
+    base: str,
+    layout: Layout,
+    options: argparse.Namespace,
+    deadline: float,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Send the prompts one by one, then the batch; one result per request, with ``error`` where there is no answer."""
-    results: list[dict[str, Any]] = []
+    """Send the prompts one by one, then the batch; one result per request, with ``error`` where there is no answer.
 
-    def one(name: str, length: int, seed: int, new_tokens: int) -> None:
+    With DP attention each prompt goes to each rank in turn, and the batch is dealt out to the ranks.
+    """
+    results: list[dict[str, Any]] = []
+    spread = list(range(layout.dp)) if layout.dp > 1 else [None]
+
+    def one(name: str, length: int, seed: int, new_tokens: int, dp_rank: int | None) -> dict[str, Any]:
+        name += f" DP{dp_rank}" if dp_rank is not None else ""
         result: dict[str, Any] = {"name": name, "prompt_tokens": length}
         left = deadline - time.monotonic()
         try:
             if left <= 0:
                 raise TimeoutError("no time left")
-            result |= generate(base, random_prompt(length, seed), new_tokens, timeout=left)
+            timeout = min(left, options.request_timeout)
+            result |= generate(base, random_prompt(length, seed), new_tokens, timeout=timeout, dp_rank=dp_rank)
         except (OSError, ValueError) as error:
             result["error"] = f"{type(error).__name__}: {error}"[:300]
         results.append(result)
         say(f"{name}: {result.get('error') or format(result['latency_s'], '.2f') + ' s'}")
+        return result
 
     for number, length in enumerate(options.prompts):
         for turn in range(options.repeat):
-            one(f"{length} #{turn + 1}", length, options.seed * 1000 + number, options.new)
+            for dp_rank in spread:
+                before = len(server.text())
+                seed = options.seed * 1000 + number
+                result = one(f"{length} #{turn + 1}", length, seed, options.new, dp_rank)
+                if dp_rank is not None:
+                    served = parse_log(server.text()[before:]).ranks
+                    result["dp_rank"] = dp_rank
+                    result["ranks"] = [name for name in layout.ranks() if name in served and served[name].verified]
 
-    batch = [("hold", options.hold)] if options.hold and options.batch else []
-    batch += [(f"batch {number}", length) for number, length in enumerate(options.batch, start=1)]
+    batch = [("hold", options.hold, dp_rank) for dp_rank in spread] if options.hold and options.batch else []
+    held = len(batch)
+    for number, length in enumerate(options.batch):
+        batch.append((f"batch {number + 1}", length, spread[number % len(spread)]))
     threads = [
         threading.Thread(
-            target=one, args=(f"{name} ({length})", length, options.seed * 1000 + 500 + number, 1), daemon=True
+            target=one, args=(f"{name} ({length})", length, options.seed * 1000 + 500 + number, 1, dp_rank), daemon=True
         )
-        for number, (name, length) in enumerate(batch)
+        for number, (name, length, dp_rank) in enumerate(batch)
     ]
     for number, thread in enumerate(threads):
         thread.start()
-        # The first prompt must be running before the others queue up behind it, in their order.
-        time.sleep(0.25 if number == 0 else 0.05)
+        # The first prompts must be running before the others queue up behind them, in their order.
+        time.sleep(0.25 if number + 1 == held else 0.05)
     for thread in threads:
         thread.join()
     return results
 
 
-def server_command(options: argparse.Namespace, mode: str) -> list[str]:
+@dataclass(frozen=True)
+class Launch:
+    """One server to start."""
+
+    layout: Layout
+    mode: str
+    port: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout.name}-{self.mode}"
+
+
+def server_command(options: argparse.Namespace, launch: Launch) -> list[str]:
     """The server's command line; ``--server-cmd`` replaces the program, its arguments stay."""
     program = shlex.split(options.server_cmd) if options.server_cmd else [sys.executable, "-m", "sglang.launch_server"]
-    backend = options.stock_backend if mode == STOCK else "pageweaver"
-    address = ["--host", "127.0.0.1", "--port", str(options.port)]
+    backend = ["--attention-backend", options.stock_backend if launch.mode == STOCK else "pageweaver"]
+    address = ["--host", "127.0.0.1", "--port", str(launch.port)]
     model = ["--model-path", str(options.model)]
-    return [*program, *model, *address, *SERVER_ARGUMENTS, "--attention-backend", backend, *options.server_arguments]
+    return [
+        *(*program, *model, *address, *SERVER_ARGUMENTS, *launch.layout.arguments(), *backend),
+        *options.server_arguments,
+    ]
 
 
-def run_mode(options: argparse.Namespace, mode: str, deadline: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Serve one mode. Returns its result; ``failed`` holds the reason when the server never got ready or won't end."""
-    variables = {"PYTHONUNBUFFERED": "1", **plugin_variables(options.logs / "metadata")}
-    if mode != STOCK:
-        variables |= {"PAGEWEAVER_MODE": mode, "PAGEWEAVER_VERIFY_EVERY": "1"}
-    log = options.logs / f"{mode}.log"
-    server = ServerProcess(server_command(options, mode), log, environment=variables, patience=options.patience)
-    result: dict[str, Any] = {"command": shlex.join(server.command), "environment": variables, "requests": []}
+def environment_of(options: argparse.Namespace, launch: Launch) -> dict[str, str]:
+    """What a server's environment gets."""
+    variables = {"PYTHONUNBUFFERED": "1", **plugin_variables(options.logs / "metadata" / launch.name)}
+    if options.jobs > 1:
+        # Servers that start together see each other's memory come and go; SGLang would take that for a fault.
+        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    if launch.mode != STOCK:
+        variables |= {"PAGEWEAVER_MODE": launch.mode, "PAGEWEAVER_VERIFY_EVERY": "1"}
+        if options.fresh_cache:
+            variables["PAGEWEAVER_CACHE_DIR"] = str((options.logs / "kernel-cache").resolve())
+    return variables
+
+
+class Servers:
+    """The servers that are up, so that one call from another thread ends them all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._up: dict[ServerProcess, threading.Lock] = {}
+        self._ended = False
+
+    def start(self, server: ServerProcess) -> None:
+        """Start one. Raises ServerError when they were told to end."""
+        with self._lock:
+            if self._ended:
+                raise ServerError("told to end")
+            self._up[server] = threading.Lock()
+            server.__enter__()
+
+    def stop(self, server: ServerProcess) -> None:
+        """End one; safe when another thread does so too. Raises ServerError when a process survives."""
+        with self._up[server]:
+            server.stop()
+
+    def end(self) -> None:
+        """End them all at the same time; none starts afterwards."""
+        with self._lock:
+            self._ended = True
+            with concurrent.futures.ThreadPoolExecutor(len(self._up) or 1) as pool:
+                concurrent.futures.wait([pool.submit(self.stop, server) for server in self._up])
+
+
+def run_launch(
+    options: argparse.Namespace, launch: Launch, servers: Servers, deadline: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Serve once. Returns the result; ``failed`` holds the reason when the server never got ready or won't end."""
+    variables = environment_of(options, launch)
+    command = server_command(options, launch)
+    log = options.logs / f"{launch.name}.log"
+    server = ServerProcess(command, log, environment=variables, patience=options.patience)
+    base, text = f"http://127.0.0.1:{launch.port}", ""
+    result: dict[str, Any] = {"command": shlex.join(command), "environment": variables, "requests": []}
     try:
-        with server:
+        servers.start(server)
+        try:
             result["start_s"] = round(server.wait_ready(min(options.start_timeout, deadline - time.monotonic())), 1)
+            wait_until_it_answers(launch.port)
             say(f"ready after {result['start_s']} s")
-            result["requests"] = send_all(f"http://127.0.0.1:{options.port}", options, deadline, say)
-    except ServerError as error:
+            result["requests"] = send_all(server, base, launch.layout, options, deadline, say)
+        finally:
+            # Before it is told to end: the ranks then complain about each other.
+            text = server.text()
+            servers.stop(server)
+    except (ServerError, OSError) as error:
         result["failed"] = str(error)
-    text = server.text()
     facts = parse_log(text)
+    ranks = {name: facts.ranks[name] for name in launch.layout.ranks() if name in facts.ranks}
     result |= {
-        "status": facts.status,
-        "calls_by_layer": facts.calls_by_layer,
-        "fallbacks": facts.fallbacks,
-        "verified_calls": len(facts.verified),
-        "nrms": facts.nrms(),
-        "verified": facts.verified,
+        "layout": asdict(launch.layout),
+        "mode": launch.mode,
+        "ranks": {name: rank.describe() for name, rank in ranks.items()},
+        "compilations": facts.compilations,
+        "verified": [{"rank": name, **call} for name, rank in ranks.items() for call in rank.verified],
         "log": excerpts(text),
     }
-    checks = mode_checks(mode, facts, result["requests"], sparse_layers(options.model), options.max_nrms)
+    layers = sparse_layers(options.model)
+    checks = launch_checks(launch.layout, launch.mode, facts, result["requests"], layers, options.max_nrms)
     checks.insert(0, Check("server started and ended cleanly", "failed" not in result, result.get("failed", "")))
     result["checks"] = [asdict(check) for check in checks]
+    say("checked: " + ("ok" if all(check.ok for check in checks) else "FAILED"))
     return result
 
 
+def cache_check(launches: list[Launch], results: dict[str, Any]) -> Check:
+    """All processes together, starting on an empty cache, have compiled once."""
+    users = [launch for launch in launches if launch.mode not in (STOCK, "native")]
+    compiled = {launch.name: n for launch in users if (n := results[launch.name].get("compilations"))}
+    loaded = sum(
+        "kernels built and loaded" in (rank["status"] or "") or "kernels loaded" in (rank["status"] or "")
+        for launch in users
+        for rank in results[launch.name].get("ranks", {}).values()
+    )
+    wanted = sum(launch.layout.tp for launch in users)
+    return Check(
+        "kernels compiled once on an empty cache",
+        sum(compiled.values()) == 1 and loaded == wanted,
+        f"{sum(compiled.values())} compilations ({', '.join(compiled) or 'in no server'}), "
+        f"{loaded} of {wanted} processes loaded the kernels",
+    )
+
+
 def check_all(options: argparse.Namespace, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Run every mode within the budget and return the report."""
+    """Run every launch within the budget and return the report."""
     deadline = time.monotonic() + options.budget
     modes = [*options.modes, *([STOCK] if options.stock else [])]
-    results: dict[str, Any] = {}
-    for mode in modes:
+    pairs = [(layout, mode) for layout in options.layouts for mode in modes]
+    launches = [Launch(layout, mode, options.port + PORT_STEP * n) for n, (layout, mode) in enumerate(pairs)]
+    servers = Servers()
+    if options.fresh_cache:
+        shutil.rmtree(options.logs / "kernel-cache", ignore_errors=True)
+
+    def run(launch: Launch) -> dict[str, Any]:
         if deadline - time.monotonic() < options.least:
-            check = Check("mode was run", False, f"fewer than {options.least:.0f} s of the budget were left")
-            results[mode] = {"requests": [], "checks": [asdict(check)]}
-            say(f"{mode}: not run, {check.detail}")
-            continue
-        say(f"{mode}: starting (log: {options.logs / mode}.log)")
-        results[mode] = run_mode(options, mode, deadline, lambda text, mode=mode: say(f"{mode}: {text}"))
+            check = Check("was run", False, f"fewer than {options.least:.0f} s of the budget were left")
+            say(f"{launch.name}: not run, {check.detail}")
+            return {"requests": [], "checks": [asdict(check)]}
+        say(f"{launch.name}: starting (log: {options.logs / launch.name}.log)")
+        return run_launch(options, launch, servers, deadline, lambda text: say(f"{launch.name}: {text}"))
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        tasks = {launch.name: pool.submit(run, launch) for launch in launches}
+        try:
+            results = {name: task.result() for name, task in tasks.items()}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            servers.end()
+            raise
 
     comparisons = {}
-    reference = next((mode for mode in REFERENCE_MODES if results.get(mode, {}).get("requests")), None)
-    for mode, result in results.items():
-        if reference is not None and mode != reference and result["requests"]:
-            check, details = compare_first_tokens(results[reference]["requests"], result["requests"], options.tie)
-            result["checks"].append(asdict(check))
-            comparisons[mode] = {"reference": reference, **details}
-    passed = all(check["ok"] for result in results.values() for check in result["checks"])
+    for layout in options.layouts:
+        names = {mode: f"{layout.name}-{mode}" for mode in modes}
+        reference = next((names[m] for m in REFERENCE_MODES if m in names and results[names[m]]["requests"]), None)
+        for name in names.values():
+            result = results[name]
+            if reference is not None and name != reference and result["requests"]:
+                check, details = compare_first_tokens(results[reference]["requests"], result["requests"], options.tie)
+                result["checks"].append(asdict(check))
+                comparisons[name] = {"reference": reference, **details}
+    checks = [asdict(cache_check(launches, results))] if options.fresh_cache else []
+    passed = all(check["ok"] for result in (*results.values(), {"checks": checks}) for check in result["checks"])
     return {
         "environment": environment.describe(options.commit),
         "passed": passed,
-        "modes": results,
+        "checks": checks,
+        "launches": results,
         "first_tokens": comparisons,
     }
 
 
 def print_report(report: dict[str, Any], say: Callable[[str], None] = print) -> None:
     """The checks, for people."""
-    for mode, result in report["modes"].items():
-        say(f"\n{mode}: {result.get('status') or 'no STATUS line'}")
+
+    def print_check(check: dict[str, Any]) -> None:
+        mark = "ok    " if check["ok"] else "FAILED"
+        say(f"  {mark} {check['name']}" + (f": {check['detail']}" if check["detail"] else ""))
+
+    for name, result in report["launches"].items():
+        say(f"\n{name}" + (f" (ready after {result['start_s']} s)" if "start_s" in result else ""))
         for check in result["checks"]:
-            say(
-                f"  {'ok    ' if check['ok'] else 'FAILED'} {check['name']}"
-                + (f": {check['detail']}" if check["detail"] else "")
-            )
+            print_check(check)
+    if report["checks"]:
+        say("\nall together")
+    for check in report["checks"]:
+        print_check(check)
     say("\npassed" if report["passed"] else "\nFAILED")
 
 
@@ -341,6 +606,11 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", type=Path, default=Path("build/m3tiny"), help="made when it is missing (default: %(default)s)"
     )
     parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES), help=f"default: {','.join(MODES)}")
+    parser.add_argument("--layouts", default="tp1", help="tpN, tpNdpM, with pad or without (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="servers at the same time (default: %(default)s)")
+    parser.add_argument(
+        "--fresh-cache", action="store_true", help="start on an empty kernel cache, which all servers share"
+    )
     parser.add_argument("--stock", action="store_true", help="also serve without PageWeaver, as the reference")
     parser.add_argument("--stock-backend", default="fa3", help="its --attention-backend (default: %(default)s)")
     parser.add_argument("--prompts", type=lengths, default=[1024, 16384, 65536], help="default: 1024,16384,65536")
@@ -357,10 +627,18 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds for one start (default: %(default)s)")
     parser.add_argument(
-        "--least", type=float, default=60, help="start no mode with less time left (default: %(default)s s)"
+        "--request-timeout", type=float, default=120, help="seconds for one request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--least", type=float, default=60, help="start no server with less time left (default: %(default)s s)"
     )
     parser.add_argument("--patience", type=float, default=8, help="seconds a server gets to end (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=30001)
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=30001,
+        help=f"of the first server, the next ones {PORT_STEP} apart (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--logs", type=Path, default=Path("build/serve"), help="folder of the servers' logs (default: %(default)s)"
@@ -374,6 +652,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if unknown := sorted(set(options.modes) - set(MODES)):
         parser.error(f"--modes: {', '.join(unknown)}: choose from {', '.join(MODES)}")
+    try:
+        options.layouts = [Layout.parse(name) for name in dict.fromkeys(options.layouts.split(","))]
+    except ValueError as error:
+        parser.error(f"--layouts: {error}")
+    if options.jobs < 1:
+        parser.error("--jobs: at least 1")
     return options
 
 

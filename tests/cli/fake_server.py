@@ -1,7 +1,7 @@
 """Stands in for `python -m sglang.launch_server` in the tests of serve_check.py: same log lines, same answers.
 
 FAKE_* variables make it misbehave. It starts a helper process in a session of its own that ignores SIGTERM, as a stuck
-scheduler would; FAKE_PIDS names a file that gets both process ids.
+scheduler would; FAKE_PIDS names a file that gets both process ids. With --tp and --dp it logs for every rank.
 """
 
 import argparse
@@ -12,13 +12,23 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 HELPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 LAYERS = (2, 3, 4, 5)
 
 
-def log(text: str) -> None:
-    print(f"[2026-11-30 10:00:00] INFO pageweaver_sglang.plugin: {text}", flush=True)
+def log(text: str, rank: str = "") -> None:
+    print(f"[2026-11-30 10:00:00{rank}] INFO pageweaver_sglang.plugin: {text}", flush=True)
+
+
+def ranks(dp_rank: int | None = None) -> list[str]:
+    """What SGLang puts behind the time, for the ranks that serve a request of ``dp_rank`` (None: all)."""
+    if options.tp == 1:
+        return [""]
+    size = options.tp // options.dp
+    every = [(f" DP{n // size}" if options.dp > 1 else "") + f" TP{n}" for n in range(options.tp)]
+    return every if dp_rank is None else every[dp_rank * size : (dp_rank + 1) * size]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -33,14 +43,20 @@ class Handler(BaseHTTPRequestHandler):
         Handler.calls += 1
         if os.environ.get("PAGEWEAVER_MODE", "native") != "native":
             nrms = os.environ.get("FAKE_NRMS", "2.671%")
-            for layer in LAYERS:
-                log(
-                    f"pageweaver verify: layer {layer} call {Handler.calls} tokens {len(prompt)} requests 2 kv_heads 4 "
-                    f"nrms {nrms} max error 4.883e-02 cosine 0.999643"
-                )
-                counts = {layer: Handler.calls for layer in LAYERS}
-                fallbacks = {"attention sink": 1} if "FAKE_FALLBACK" in os.environ else {}
-                log(f"pageweaver calls: {counts} fallbacks: {fallbacks}")
+            serving = ranks(None if "FAKE_WANDERS" in os.environ else body.get("routed_dp_rank"))
+            for rank in serving if "FAKE_LAZY" not in os.environ else serving[:1]:
+                for layer in LAYERS:
+                    log(
+                        f"pageweaver verify: layer {layer} call {Handler.calls} tokens {len(prompt)} requests 2 "
+                        f"kv_heads 4 nrms {nrms} max error 4.883e-02 cosine 0.999643",
+                        rank,
+                    )
+                    counts = {layer: Handler.calls for layer in LAYERS}
+                    fallbacks = {"attention sink": 1} if "FAKE_FALLBACK" in os.environ else {}
+                    log(f"pageweaver calls: {counts} fallbacks: {fallbacks}", rank)
+                    if len(prompt) % 2 and (options.moe_dense_tp_size or options.dp > 1) and options.tp > options.dp:
+                        left = os.environ.get("FAKE_PADDING", "0")
+                        log(f"pageweaver padding: layer {layer} rows 1 not zero {left}", rank)
         first = sum(prompt) % 700
         top = [[-0.7, first, None], [-0.9, first + 1, None]]
         flip = os.environ.get("FAKE_FLIP", "").split(":")
@@ -52,18 +68,26 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(answer).encode())
 
 
+def compile_once(cache: Path) -> None:
+    try:
+        cache.mkdir()
+    except FileExistsError:
+        if "FAKE_COMPILES" not in os.environ:
+            return
+    print("pageweaver: compiling the CUDA kernels for sm_90a with nvcc 13.0.88, once ...", end="", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--attention-backend")
-    options, _ = parser.parse_known_args()
     helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True, stdout=subprocess.PIPE)
     helper.stdout.readline()
     with open(os.environ["FAKE_PIDS"], "a") as out:
         out.write(f"{os.getpid()} {helper.pid}\n")
     if options.attention_backend == "pageweaver":
         mode = os.environ["PAGEWEAVER_MODE"]
-        log(f"pageweaver STATUS: mode {mode}, engine stream, window 128, guard window, kernels loaded, dense layers FA")
+        if mode != "native" and "PAGEWEAVER_CACHE_DIR" in os.environ:
+            compile_once(Path(os.environ["PAGEWEAVER_CACHE_DIR"]))
+        for rank in ranks():
+            log(f"pageweaver STATUS: mode {mode}, engine stream, guard window, kernels loaded, dense layers FA", rank)
     if "FAKE_DIE" in os.environ:
         time.sleep(0.5)
         sys.exit("RuntimeError: no kernel image is available")
@@ -76,4 +100,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--attention-backend")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1)
+    parser.add_argument("--moe-dense-tp-size", type=int)
+    options, _ = parser.parse_known_args()
     main()

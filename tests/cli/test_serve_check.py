@@ -56,23 +56,28 @@ def run(arguments, tmp_path, *more):
 
 
 def failures(report):
-    return [(m, c["name"]) for m, result in report["modes"].items() for c in result["checks"] if not c["ok"]]
+    found = [(name, c["name"]) for name, r in report["launches"].items() for c in r["checks"] if not c["ok"]]
+    return found + [("all", check["name"]) for check in report["checks"] if not check["ok"]]
 
 
 def test_all_modes_pass(arguments, tmp_path, monkeypatch):
     code, report = run(arguments, tmp_path, "--stock")
     assert failures(report) == []
     assert (code, report["passed"]) == (0, True)
-    assert list(report["modes"]) == ["pageweaver", "union8", "native", "stock"]
-    woven = report["modes"]["pageweaver"]
+    assert list(report["launches"]) == ["tp1-pageweaver", "tp1-union8", "tp1-native", "tp1-stock"]
+    woven = report["launches"]["tp1-pageweaver"]
     assert len(woven["requests"]) == 5  # two prompts, the one that holds the scheduler, two in the batch
-    assert woven["verified_calls"] == 20
-    assert woven["nrms"]["max"] == pytest.approx(0.02671)
-    assert woven["calls_by_layer"] == {"2": 5, "3": 5, "4": 5, "5": 5}
-    assert "PAGEWEAVER_MODE" not in report["modes"]["stock"]["environment"]
-    assert "--attention-backend fa3" in report["modes"]["stock"]["command"]
+    assert list(woven["ranks"]) == ["TP0"]
+    rank = woven["ranks"]["TP0"]
+    assert rank["verified_calls"] == 20
+    assert rank["nrms"]["max"] == pytest.approx(0.02671)
+    assert rank["calls_by_layer"] == {"2": 5, "3": 5, "4": 5, "5": 5}
+    stock = report["launches"]["tp1-stock"]
+    assert "PAGEWEAVER_MODE" not in stock["environment"]
+    assert "--attention-backend fa3" in stock["command"]
     assert "--page-size" not in woven["command"]
-    assert report["first_tokens"]["native"]["reference"] == "stock"
+    assert "--tp" not in woven["command"]
+    assert report["first_tokens"]["tp1-native"]["reference"] == "tp1-stock"
     assert any("STATUS" in line for line in woven["log"])
 
 
@@ -88,7 +93,7 @@ def test_all_modes_pass(arguments, tmp_path, monkeypatch):
 def test_a_bad_server_fails(arguments, tmp_path, monkeypatch, variable, value, check):
     monkeypatch.setenv(variable, value)
     code, report = run(arguments, tmp_path, "--modes", "pageweaver,native")
-    assert failures(report) == [("pageweaver", check)]
+    assert failures(report) == [("tp1-pageweaver", check)]
     assert code == 1
 
 
@@ -96,15 +101,15 @@ def test_near_tie_is_agreement(arguments, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_FLIP", "pageweaver:1")
     code, report = run(arguments, tmp_path, "--modes", "pageweaver,native")
     assert code == 0
-    assert report["first_tokens"]["pageweaver"]["equal"] == 0
-    assert report["first_tokens"]["pageweaver"]["rows"][0]["gap"] == pytest.approx(0.2)
+    assert report["first_tokens"]["tp1-pageweaver"]["equal"] == 0
+    assert report["first_tokens"]["tp1-pageweaver"]["rows"][0]["gap"] == pytest.approx(0.2)
 
 
 def test_server_that_dies(arguments, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_DIE", "1")
     code, report = run(arguments, tmp_path, "--modes", "pageweaver")
     assert code == 1
-    failed = report["modes"]["pageweaver"]["failed"]
+    failed = report["launches"]["tp1-pageweaver"]["failed"]
     assert "exit code 1" in failed
     assert "no kernel image" in failed
 
@@ -113,26 +118,107 @@ def test_server_that_never_gets_ready(arguments, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_HANG", "1")
     code, report = run(arguments, tmp_path, "--modes", "pageweaver", "--start-timeout", "2")
     assert code == 1
-    assert "not ready after 2 s" in report["modes"]["pageweaver"]["failed"]
+    assert "not ready after 2 s" in report["launches"]["tp1-pageweaver"]["failed"]
 
 
 def test_no_budget_left(arguments, tmp_path):
     (tmp_path / "pids").write_text("")
     code, report = run(arguments, tmp_path, "--least", "1000")
     assert code == 1
-    assert all(not result["requests"] for result in report["modes"].values())
+    assert all(not result["requests"] for result in report["launches"].values())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ended_by_a_signal(arguments, tmp_path, number):
+def test_several_layouts_at_the_same_time(arguments, tmp_path):
+    layouts = ["--layouts", "tp2,tp4dp2,tp2pad", "--jobs", "6", "--fresh-cache", "--prompts", "101,200"]
+    code, report = run(arguments, tmp_path, *layouts, "--modes", "pageweaver,native")
+    assert failures(report) == []
+    assert code == 0
+    launches = report["launches"]
+    assert list(launches) == [
+        f"{lay}-{mode}" for lay in ("tp2", "tp4dp2", "tp2pad") for mode in ("pageweaver", "native")
+    ]
+    assert "--tp 2 --disable-custom-all-reduce" in launches["tp2-native"]["command"]
+    assert "--dp 2 --enable-dp-attention" in launches["tp4dp2-pageweaver"]["command"]
+    assert "--moe-dense-tp-size 2" in launches["tp2pad-native"]["command"]
+    ports = {
+        word for result in launches.values() for word in result["command"].split() if word.isdigit() and int(word) > 999
+    }
+    assert len(ports - {"131072", "300032", "16384"}) == 6
+    spread = launches["tp4dp2-pageweaver"]
+    assert list(spread["ranks"]) == ["DP0 TP0", "DP0 TP1", "DP1 TP2", "DP1 TP3"]
+    # Each of two prompts to each rank, each rank's own long prompt, one of the batch each.
+    assert len(spread["requests"]) == 8
+    assert [r["ranks"] for r in spread["requests"][:2]] == [["DP0 TP0", "DP0 TP1"], ["DP1 TP2", "DP1 TP3"]]
+    assert spread["ranks"]["DP1 TP3"]["padded_rows"] == 4
+    assert report["checks"][0]["detail"].startswith("1 compilations")
+
+
+@pytest.mark.parametrize(
+    ("variable", "layout", "checks"),
+    [
+        ("FAKE_LAZY", "tp2", ["PageWeaver served every sparse layer", "NRMS of every compared call at most 4.0%"]),
+        ("FAKE_WANDERS", "tp2dp2", ["each DP rank served prompts while the others had nothing to do"]),
+        ("FAKE_PADDING", "tp2pad", ["padded rows are zero"]),
+        ("FAKE_COMPILES", "tp2,tp2dp2", ["kernels compiled once on an empty cache"]),
+    ],
+)
+def test_a_bad_rank_fails(arguments, tmp_path, monkeypatch, variable, layout, checks):
+    monkeypatch.setenv(variable, "1")
+    options = ["--modes", "pageweaver", "--layouts", layout, "--jobs", "2", "--fresh-cache", "--prompts", "101"]
+    code, report = run(arguments, tmp_path, *options)
+    assert [name for _, name in failures(report)] == checks
+    assert code == 1
+
+
+def test_padding_must_have_been_seen(arguments, tmp_path):
+    even = ["--prompts", "100", "--batch", "300", "--layouts", "tp2pad", "--modes", "pageweaver"]
+    _, report = run(arguments, tmp_path, *even)
+    assert failures(report) == [("tp2pad-pageweaver", "padded rows are zero")]
+
+
+@pytest.mark.parametrize("text", ["tp0", "tp2dp0", "dp2", "tp3dp2", "tp2x", ""])
+def test_unknown_layout(text, capsys):
+    with pytest.raises(SystemExit):
+        serve_check.parse_options(["--layouts", text])
+    assert "tpNdpM" in capsys.readouterr().err
+
+
+def test_ranks_of_a_layout():
+    layout = serve_check.Layout.parse("tp4dp2")
+    assert layout.ranks() == ["DP0 TP0", "DP0 TP1", "DP1 TP2", "DP1 TP3"]
+    assert layout.ranks(1) == ["DP1 TP2", "DP1 TP3"]
+    assert layout.pads
+    assert not serve_check.Layout.parse("tp2dp2").pads, "one GPU per attention rank: nothing to pad to"
+    assert serve_check.Layout.parse("tp2pad").pads
+
+
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [
+        ("[2026-11-30 10:17:05 DP1 TP3] pageweaver STATUS: mode native, ", "DP1 TP3"),
+        ("[2026-11-30 10:17:05 DP1 PP0 ATTN_CP0 TP3 EP3] pageweaver", "DP1 TP3"),
+        ("[2026-11-30 10:17:05 TP1] pageweaver calls", "TP1"),
+        ("[2026-11-30 10:17:05] pageweaver calls", "TP0"),
+        ("pageweaver: compiling ...[2026-11-30 10:17:05 TP1] pageweaver calls", "TP1"),
+    ],
+)
+def test_rank_of_a_line(line, rank):
+    assert serve_check.rank_of(line) == rank
+
+
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 3)])
+def test_ended_by_a_signal(arguments, tmp_path, number, jobs):
     environment = {**os.environ, "FAKE_HANG": "1"}
     script = [sys.executable, str(ROOT / "scripts" / "serve_check.py")]
     with subprocess.Popen(
-        [*script, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*script, *arguments, "--jobs", str(jobs)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     ) as one:
         pids = tmp_path / "pids"
         for _ in range(300):
-            if pids.exists() and len(pids.read_text().split()) == 2:
+            if pids.exists() and len(pids.read_text().split()) == 2 * jobs:
                 break
             time.sleep(0.1)
         one.send_signal(number)
@@ -168,11 +254,16 @@ def test_parses_what_the_plugin_logs(caplog):
         f"INFO {stats.summary()}\n"
         "WARNING pageweaver: SGLang's own Step 3 serves calls with: attention sink\n"
     )
-    assert facts.verified[0]["nrms"] == pytest.approx(0.0367)
-    assert facts.verified[0]["skipped_rows"] == 3
-    assert facts.calls_by_layer == {2: 2, 3: 1}
-    assert facts.fallbacks == ["'attention sink': 1", "attention sink"]
-    assert facts.most_requests_in_a_call == 3
+    rank = facts.ranks["TP0"]
+    assert rank.verified[0]["nrms"] == pytest.approx(0.0367)
+    assert rank.verified[0]["skipped_rows"] == 3
+    assert rank.calls_by_layer == {2: 2, 3: 1}
+    assert rank.fallbacks == ["'attention sink': 1", "attention sink"]
+    assert rank.describe()["most_requests_in_a_call"] == 3
+    served = step3.Step3(step3.Config(verify_every=1), pool_page_size=128)
+    caplog.set_level("INFO")
+    served.check_padding(4, step3.torch.ones(3, 8), [2])
+    assert serve_check.parse_log(caplog.text).ranks["TP0"].padded_rows_not_zero == 1
 
 
 def test_errors_in_a_log():
