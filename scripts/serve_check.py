@@ -3,12 +3,13 @@
 
     serve_check.py                                          # one GPU; modes pageweaver, union8, native
     serve_check.py --modes pageweaver --stock               # one mode, and SGLang without PageWeaver (fa3)
-    serve_check.py --layouts tp2,tp2dp2,tp2pad --jobs 7     # two GPUs, several servers at the same time
+    serve_check.py --layouts tp2,tp2dp2,tp2pad:pageweaver --jobs 7     # two GPUs, all servers at the same time
     serve_check.py -- --mem-fraction-static 0.4             # more arguments for the server
 
 A layout says how the server spreads the model: `tpN` is tensor parallelism over N GPUs, `tpNdpM` DP attention on top of
 it (M data-parallel attention ranks of N/M GPUs each), and `pad` behind it makes SGLang pad batches to a multiple of the
-attention ranks (`--moe-dense-tp-size N`), as DP attention with several GPUs per rank does by itself.
+attention ranks (`--moe-dense-tp-size N`), as DP attention with several GPUs per rank does by itself. Modes behind a
+colon (`tp2:pageweaver+native`) are that layout's, instead of --modes.
 
 For each layout and mode it starts `python -m sglang.launch_server --attention-backend pageweaver` (the page size is
 left to the plugin) with PAGEWEAVER_MODE=<mode> and PAGEWEAVER_VERIFY_EVERY=1, so that every rank computes every Step 3
@@ -533,8 +534,7 @@ def cache_check(launches: list[Launch], results: dict[str, Any]) -> Check:
 def check_all(options: argparse.Namespace, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Run every launch within the budget and return the report."""
     deadline = time.monotonic() + options.budget
-    modes = [*options.modes, *([STOCK] if options.stock else [])]
-    pairs = [(layout, mode) for layout in options.layouts for mode in modes]
+    pairs = [(layout, mode) for layout, modes in options.layouts.items() for mode in modes]
     launches = [Launch(layout, mode, options.port + PORT_STEP * n) for n, (layout, mode) in enumerate(pairs)]
     servers = Servers()
     if options.fresh_cache:
@@ -558,7 +558,7 @@ def check_all(options: argparse.Namespace, say: Callable[[str], None] = print) -
             raise
 
     comparisons = {}
-    for layout in options.layouts:
+    for layout, modes in options.layouts.items():
         names = {mode: f"{layout.name}-{mode}" for mode in modes}
         reference = next((names[m] for m in REFERENCE_MODES if m in names and results[names[m]]["requests"]), None)
         for name in names.values():
@@ -627,7 +627,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds for one start (default: %(default)s)")
     parser.add_argument(
-        "--request-timeout", type=float, default=120, help="seconds for one request (default: %(default)s)"
+        "--request-timeout", type=float, default=300, help="seconds for one request (default: %(default)s)"
     )
     parser.add_argument(
         "--least", type=float, default=60, help="start no server with less time left (default: %(default)s s)"
@@ -650,12 +650,16 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--server-cmd", help="program to run instead of `python -m sglang.launch_server`")
     parser.add_argument("server_arguments", nargs="*", help="more arguments for the server, after --")
     options = parser.parse_args(argv)
-    if unknown := sorted(set(options.modes) - set(MODES)):
-        parser.error(f"--modes: {', '.join(unknown)}: choose from {', '.join(MODES)}")
+    texts = [text.partition(":") for text in options.layouts.split(",")]
+    stock = [STOCK] if options.stock else []
     try:
-        options.layouts = [Layout.parse(name) for name in dict.fromkeys(options.layouts.split(","))]
+        options.layouts = {
+            Layout.parse(name): [*(own.split("+") if colon else options.modes), *stock] for name, colon, own in texts
+        }
     except ValueError as error:
         parser.error(f"--layouts: {error}")
+    if unknown := sorted({mode for modes in options.layouts.values() for mode in modes} - {*MODES, STOCK}):
+        parser.error(f"--modes, --layouts: {', '.join(unknown)}: choose from {', '.join(MODES)}")
     if options.jobs < 1:
         parser.error("--jobs: at least 1")
     return options

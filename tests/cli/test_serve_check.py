@@ -183,6 +183,12 @@ def test_unknown_layout(text, capsys):
     assert "tpNdpM" in capsys.readouterr().err
 
 
+def test_modes_of_a_layout():
+    options = serve_check.parse_options(["--layouts", "tp2,tp4:native+union8", "--modes", "pageweaver", "--stock"])
+    found = {layout.name: modes for layout, modes in options.layouts.items()}
+    assert found == {"tp2": ["pageweaver", "stock"], "tp4": ["native", "union8", "stock"]}
+
+
 def test_ranks_of_a_layout():
     layout = serve_check.Layout.parse("tp4dp2")
     assert layout.ranks() == ["DP0 TP0", "DP0 TP1", "DP1 TP2", "DP1 TP3"]
@@ -238,8 +244,9 @@ assert callable(point.load())
 
 
 def test_unknown_mode():
-    with pytest.raises(SystemExit):
-        serve_check.parse_options(["--modes", "fast"])
+    for options in (["--modes", "fast"], ["--layouts", "tp2:fast"]):
+        with pytest.raises(SystemExit):
+            serve_check.parse_options(options)
 
 
 def test_parses_what_the_plugin_logs(caplog):
