@@ -423,6 +423,9 @@ def server_command(options: argparse.Namespace, launch: Launch) -> list[str]:
     program = shlex.split(options.server_cmd) if options.server_cmd else [sys.executable, "-m", "sglang.launch_server"]
     backend = ["--attention-backend", options.stock_backend if launch.mode == STOCK else "pageweaver"]
     address = ["--host", "127.0.0.1", "--port", str(launch.port)]
+    if launch.layout.tp > 1 and launch.layout.dp == 1:
+        # SGLang would pick a free port and take it half a minute later, when another server may have got it.
+        address += ["--nccl-port", str(launch.port + PORT_STEP // 2)]
     model = ["--model-path", str(options.model)]
     return [
         *(*program, *model, *address, *SERVER_ARGUMENTS, *launch.layout.arguments(), *backend),
