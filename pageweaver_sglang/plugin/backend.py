@@ -54,8 +54,11 @@ class PageWeaverSparseAttnBackend(MiniMaxSparseAttnBackend):
         if forward_batch.forward_mode.is_target_verify():
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         lengths = None if self.step3.recorder is None else capture.host_lengths(forward_batch)
+        calls = self.step3.stats.calls
         with serving(self.step3, layer.layer_id, lengths):
             index_out, out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self.step3.stats.calls == calls and not self.use_msa:
+            self.step3.tell_missed()
         self.step3.check_padding(layer.layer_id, out, forward_batch.extend_seq_lens_cpu)
         return index_out, out
 

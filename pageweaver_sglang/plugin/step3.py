@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib
 import inspect
 import logging
 import math
@@ -196,6 +197,21 @@ class Step3:
             not_zero = int(out[tokens:].ne(0).any(dim=1).sum())
             logger.info("pageweaver padding: layer %d rows %d not zero %d", layer_id, rows, not_zero)
 
+    def tell_missed(self) -> None:
+        """Say, once, that a prefill's Step 3 went elsewhere: something has taken the place of the router since."""
+        if "missed" in self._logged:
+            return
+        self._logged.add("missed")
+        found = getattr(importlib.import_module(compat.STEP3_MODULE), compat.STEP3_NAME, None)
+        logger.error(
+            "pageweaver: a prefill did not come to PageWeaver: %s.%s is now %s of %s. Another plugin or package has "
+            "replaced it after the server's start, and serves instead.",
+            compat.STEP3_MODULE,
+            compat.STEP3_NAME,
+            getattr(found, "__qualname__", found),
+            getattr(found, "__module__", "an unknown module"),
+        )
+
     def _to_verify(self) -> bool:
         return self.config.verify_every > 0 and self.stats.calls % self.config.verify_every == 0
 
@@ -236,6 +252,8 @@ class Step3:
             return "HiSparse slot remapping (loc_mapping)"
         if call.get("q_scale") not in (None, 1.0):
             return "q_scale (FP8 queries)"
+        if call["q"].dtype == torch.float8_e4m3fn:  # SGLang quantises them with trtllm_mha on SM100
+            return "q must be bfloat16, got float8_e4m3fn"
         if call["q"].device.type != "cuda":
             return None  # the reference engine takes any shape and dtype
         from pageweaver_sglang.cuda.support import unsupported_reason

@@ -145,7 +145,7 @@ def make_runner(
     kv_heads: int = 1,
     architecture: str = "MiniMaxM3SparseForCausalLM",
     context: int = 8192,
-    requests: int = 4,
+    requests: int = 16,
 ):
     hf_config = SimpleNamespace(architectures=[architecture])
     if architecture.startswith("MiniMaxM3"):

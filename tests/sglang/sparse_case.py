@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import fake_runner
 import sglang.srt.layers.attention.minimax_sparse_ops.minimax_sparse as minimax_sparse
 import torch
@@ -78,18 +80,47 @@ class Case:
     def random(self, *shape):
         return torch.randn(*shape, generator=self.generator).to(torch.bfloat16)
 
-    def prefill(self, config, *, layer_id=1, edit=lambda topk_idx: topk_idx, real_indexer=False):
-        """(output [rows, q_heads, head_dim], picked pages) of one layer."""
+    def part(self, request, start, stop):
+        """The batch of one request's new tokens ``start`` to ``stop``, and their rows in the whole one.
+
+        As chunked prefill and two-batch overlap cut batches: same pool, same pages, lengths of its own.
+        """
+        whole = self.batch
+        first = sum(whole.extend_seq_lens_cpu[:request])
+        rows = slice(first + start, first + stop)
+        prefix, length = whole.extend_prefix_lens_cpu[request] + start, stop - start
+        batch = copy.copy(whole)
+        batch.out_cache_loc = whole.out_cache_loc[rows]
+        batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([length], dtype=torch.int32), [length]
+        batch.extend_prefix_lens, batch.extend_prefix_lens_cpu = torch.tensor([prefix], dtype=torch.int32), [prefix]
+        batch.seq_lens = batch.seq_lens_cpu = torch.tensor([prefix + length])
+        batch.req_pool_indices = whole.req_pool_indices[request : request + 1]
+        return batch, rows
+
+    def prefill_part(self, config, part, *, layer_id=1, backend=None):
+        """The output of one layer for a part of the batch, by this case's backend or another on the same pool."""
+        batch, rows = part
+        backend = self.backend if backend is None else backend
+        backend.sparse.step3.config = config
+        tensors = (self.q[rows], self.k[rows], self.v[rows])
+        index = {"idx_q": self.idx_q[rows], "idx_k": self.idx_k[rows], "idx_v": None}
+        _, out = backend.forward(*tensors, fake_runner.make_layer(layer_id, **self.heads), batch, **index)
+        return out.view(-1, self.heads["q_heads"], fake_runner.HEAD_DIM)
+
+    def prefill(self, config, *, layer_id=1, edit=lambda topk_idx: topk_idx, real_indexer=False, scales=None):
+        """(output [rows, q_heads, head_dim], picked pages) of one layer; ``scales`` are attributes of the layer."""
         self.backend.sparse.step3.config = config
+        layer = fake_runner.make_layer(layer_id, **self.heads)
+        vars(layer).update(scales or {})
         original, picked = minimax_sparse.flash_prefill_with_topk_index, {}
         if not real_indexer:
             minimax_sparse.flash_prefill_with_topk_index = random_picks(picked, edit)
         try:
             _, out = self.backend.forward(
                 self.q,
-                self.k,
-                self.v,
-                fake_runner.make_layer(layer_id, **self.heads),
+                self.k.clone(),  # SGLang divides them by their scales in place
+                self.v.clone(),
+                layer,
                 self.batch,
                 idx_q=self.idx_q,
                 idx_k=self.idx_k,

@@ -46,7 +46,9 @@ def test_resolves_as_sglangs_default_but_for_the_prefill_backend(report, case):
     assert (fields["attention_backend"], fields["page_size"]) == ("'fa3'", "128")
 
 
-@pytest.mark.parametrize("case", ["fp8", "deterministic"])
+@pytest.mark.parametrize(
+    "case", ["fp8", "deterministic", "prefill role", "chunks", "tp8 dp8", "overlap of two batches"]
+)
 def test_other_options_resolve_as_with_the_default_backend(report, case):
     differences = _differences(report, f"default {case}", case)
     assert differences == {"prefill_attention_backend": ("None", "'pageweaver'")}

@@ -18,6 +18,9 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from pageweaver_sglang.plugin import compat, hooks  # noqa: E402
 
 M3, LLAMA = sys.argv[1:3]
+PREFILL_ROLE = ["--disaggregation-mode", "prefill"]
+CHUNKS = ["--chunked-prefill-size", "640", "--enable-mixed-chunk", "--disable-overlap-schedule"]
+DP_ATTENTION = ["--tp-size", "8", "--dp-size", "8", "--enable-dp-attention"]
 CASES = {
     "default": (M3, [], {}),
     "pageweaver": (M3, ["--attention-backend", "pageweaver"], {}),
@@ -29,6 +32,14 @@ CASES = {
     "default fp8": (M3, ["--kv-cache-dtype", "fp8_e4m3"], {}),
     "deterministic": (M3, ["--attention-backend", "pageweaver", "--enable-deterministic-inference"], {}),
     "default deterministic": (M3, ["--enable-deterministic-inference"], {}),
+    "prefill role": (M3, ["--attention-backend", "pageweaver", *PREFILL_ROLE], {}),
+    "default prefill role": (M3, PREFILL_ROLE, {}),
+    "chunks": (M3, ["--attention-backend", "pageweaver", *CHUNKS], {}),
+    "default chunks": (M3, CHUNKS, {}),
+    "tp8 dp8": (M3, ["--attention-backend", "pageweaver", *DP_ATTENTION], {}),
+    "default tp8 dp8": (M3, DP_ATTENTION, {}),
+    "overlap of two batches": (M3, ["--attention-backend", "pageweaver", "--enable-two-batch-overlap"], {}),
+    "default overlap of two batches": (M3, ["--enable-two-batch-overlap"], {}),
     "dense triton": (M3, ["--attention-backend", "pageweaver"], {"PAGEWEAVER_DENSE_BACKEND": "triton"}),
     "dense unknown": (M3, ["--attention-backend", "pageweaver"], {"PAGEWEAVER_DENSE_BACKEND": "nonsense"}),
     "dense contradicts": (
