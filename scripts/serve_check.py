@@ -677,7 +677,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_model(options.model)
 
     def say(text: str) -> None:
-        print(text, flush=True)
+        # In one piece: print() would write the end of the line apart, and other threads' lines in between.
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
     # End the server too when this script is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
