@@ -39,11 +39,15 @@ HISTOGRAMS: dict[str, tuple[str, str | None, tuple[float, ...]]] = {
         (0.001, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.5, 1),
     ),
 }
-# Counter -> (meaning, label).
-COUNTERS: dict[str, tuple[str, str]] = {
-    "step3_calls": ("Step 3 calls, one per sparse layer and forward pass, by who served them.", "arm"),
-    "step3_tokens": ("Query tokens of Step 3 calls, by who served them.", "arm"),
-    "step3_fallbacks": ("Step 3 calls that SGLang's own function served although PageWeaver was asked.", "reason"),
+# Counter -> (meaning, label, the counter of :class:`.step3.Stats` that it shows).
+COUNTERS: dict[str, tuple[str, str, str]] = {
+    "step3_calls": ("Step 3 calls, one per sparse layer and forward pass, by who served them.", "arm", "calls_by_arm"),
+    "step3_tokens": ("Query tokens of Step 3 calls, by who served them.", "arm", "tokens_by_arm"),
+    "step3_fallbacks": (
+        "Step 3 calls that SGLang's own function served although PageWeaver was asked.",
+        "reason",
+        "fallbacks_by_reason",
+    ),
 }
 
 _families: dict[str, Any] = {}
@@ -66,7 +70,7 @@ class Metrics:
         self._labels = dict(labels)
         self._published: Counter[tuple[str, str]] = Counter()
         names = list(self._labels)
-        for name, (meaning, label) in COUNTERS.items():
+        for name, (meaning, label, _) in COUNTERS.items():
             if name not in _families:
                 _families[name] = prometheus_client.Counter(PREFIX + name, meaning, [*names, label])
         for name, (meaning, label, buckets) in HISTOGRAMS.items():
@@ -80,12 +84,17 @@ class Metrics:
             )
 
     def publish(self, totals: Mapping[str, Mapping[str, int]], serving: bool) -> None:
-        """Bring the counters up to ``totals`` (counter -> label value -> total) and set the gauge."""
+        """Bring the counters up to ``totals`` (counter -> label value -> total) and set the gauge.
+
+        A label value counts without the figures of one call: ``q must be bfloat16, got float16`` as
+        ``q must be bfloat16``.
+        """
         for name, by_label in totals.items():
             label = COUNTERS[name][1]
             for value, total in by_label.items():
                 if more := total - self._published[name, value]:
-                    _families[name].labels(**self._labels, **{label: value}).inc(more)
+                    own = {label: value.partition(", got ")[0]}
+                    _families[name].labels(**self._labels, **own).inc(more)
                     self._published[name, value] = total
         _families["serving"].labels(**self._labels).set(int(serving))
 

@@ -21,7 +21,7 @@ from pageweaver_sglang.capture.control import write_json
 from pageweaver_sglang.config import Config
 
 from . import NAME, control
-from .metrics import Metrics, make_metrics
+from .metrics import COUNTERS, Metrics, make_metrics
 from .options import BackendError
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Switch:
 
 
 class Counted(Protocol):
-    """What :class:`.step3.Stats` offers the thread."""
+    """What the thread reads of :class:`.step3.Stats`: these, and what :data:`.metrics.COUNTERS` names."""
 
     calls_by_arm: Counter[str]
     tokens_by_arm: Counter[str]
@@ -180,11 +180,7 @@ class Operations:
     def _publish(self) -> None:
         if self.metrics is None:
             return
-        totals = {
-            "step3_calls": self._sum("calls_by_arm"),
-            "step3_tokens": self._sum("tokens_by_arm"),
-            "step3_fallbacks": self._without_figures(self._sum("fallbacks_by_reason")),
-        }
+        totals = {name: self._sum(counter) for name, (_, _, counter) in COUNTERS.items()}
         self.metrics.publish(totals, serving=self.switch.reason is None and self._mode != "native")
         waiting = [self._observations.popleft() for _ in range(len(self._observations))]
         self.metrics.observe(waiting)
@@ -194,14 +190,6 @@ class Operations:
         for stats in self._stats:
             # dict() copies a counter in one step, whatever the serving thread adds meanwhile.
             total.update(dict(getattr(stats, name)))
-        return total
-
-    @staticmethod
-    def _without_figures(by_reason: Counter[str]) -> Counter[str]:
-        """``q must be bfloat16, got float16`` counts as ``q must be bfloat16``."""
-        total: Counter[str] = Counter()
-        for reason, count in by_reason.items():
-            total[reason.partition(", got ")[0]] += count
         return total
 
     def _write_state(self) -> None:

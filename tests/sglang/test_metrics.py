@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 import types
+from collections import Counter
 
 import pytest
 
 from pageweaver_sglang.plugin import compat, metrics
+from pageweaver_sglang.plugin.step3 import Stats
 
 needs_client = pytest.mark.skipif(
     importlib.util.find_spec("prometheus_client") is None, reason="prometheus_client is not installed"
@@ -132,7 +134,8 @@ from pageweaver_sglang.plugin.metrics import Metrics
 
 metrics = Metrics({"model_name": "m3", "tp_rank": sys.argv[1]})
 again = Metrics({"model_name": "m3", "tp_rank": sys.argv[1]})  # a name can be registered only once
-totals = {"step3_calls": Counter(pageweaver=3), "step3_tokens": Counter(), "step3_fallbacks": Counter()}
+totals = {"step3_calls": Counter(pageweaver=3), "step3_tokens": Counter()}
+totals["step3_fallbacks"] = {"q must be bfloat16, got float16": 2, "q must be bfloat16, got float32": 3}
 metrics.publish(totals, serving=True)
 totals["step3_calls"]["pageweaver"] += 2
 metrics.publish(totals, serving=True)
@@ -155,13 +158,12 @@ def test_every_process_counts(tmp_path):
     shown = subprocess.run([sys.executable, "-c", collect], env=environment, check=True, capture_output=True, text=True)
     for rank in range(2):
         assert f'pageweaver:step3_calls_total{{arm="pageweaver",model_name="m3",tp_rank="{rank}"}} 5.0' in shown.stdout
+        reason = 'reason="q must be bfloat16"'  # without the figures of one call
+        assert f'pageweaver:step3_fallbacks_total{{model_name="m3",{reason},tp_rank="{rank}"}} 5.0' in shown.stdout
         assert f'pageweaver:serving{{model_name="m3",tp_rank="{rank}"}} {1.0 - rank}' in shown.stdout
     assert 'pageweaver:verify_nrms_bucket{le="0.04",model_name="m3",tp_rank="0"} 1.0' in shown.stdout
     assert 'pageweaver:verify_nrms_bucket{le="0.03",model_name="m3",tp_rank="0"} 0.0' in shown.stdout
 
 
-def test_reasons_lose_the_figures_of_one_call():
-    from pageweaver_sglang.plugin.operations import Operations
-
-    reasons = {"q must be bfloat16, got float16": 2, "q must be bfloat16, got float32": 3, "attention sink": 1}
-    assert Operations._without_figures(reasons) == {"q must be bfloat16": 5, "attention sink": 1}
+def test_counters_are_those_of_the_calls():
+    assert all(isinstance(getattr(Stats(), counter), Counter) for _, _, counter in metrics.COUNTERS.values())
