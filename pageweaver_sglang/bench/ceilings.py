@@ -12,7 +12,7 @@ from .protocol import CudaClock, first_line
 
 _ROUNDS = 11
 _COPY_BYTES = 1 << 30
-_L2_BYTES = 8 << 20
+_L2_BYTES = 16 << 20
 _MATRIX = 8192
 
 
