@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=int, default=getattr(default, name), metavar="N", help=f"{text} (default: %(default)s)"
         )
+    parser.add_argument(
+        "--one-server",
+        action="store_true",
+        help="switch between native and one other arm inside one server, instead of a server per arm and block",
+    )
     parser.add_argument("--no-share", action="store_true", help="leave out the servers that time Step 3")
     parser.add_argument(
         "--out", type=Path, default=default.folder, metavar="DIR", help="folder for logs (default: %(default)s)"
@@ -110,6 +115,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         requests=arguments.requests,
         seed=arguments.seed,
         share=not arguments.no_share,
+        one_server=arguments.one_server,
         folder=arguments.out,
         server_arguments=tuple(arguments.server_arguments),
         client_arguments=client_arguments,

@@ -6,6 +6,7 @@ launch     command lines and environments of the servers and of SGLang's benchma
 client     one run of the client, and what its result file says
 warmup     prompts sent before anything is measured
 serverlog  what a server's log says: mode, calls handed back, Triton's choices, Step 3's time
+switching  arms switched inside one running server
 session    all blocks of all arms, one server at a time; a report that is complete after every block
 statistics figures of a report: spread over blocks, ratios paired by block, Step 3's share
 ========== ======================================================================================================

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .settings import AbError, Cell, Settings
+from .switching import control_folder
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -49,7 +50,10 @@ def plugin_variables(folder: Path) -> dict[str, str]:
 
 
 def server_variables(settings: Settings, arm: str, *, timed: bool) -> dict[str, str]:
-    """What a server's environment gets: the arm, and everything off that would cost time."""
+    """What a server's environment gets: the arm, switched on, and everything off that would cost time.
+
+    Raises AbError when the folder for the switch can't be made.
+    """
     return {
         "PYTHONUNBUFFERED": "1",
         # Triton then logs which configuration it chose for which kernel.
@@ -58,6 +62,8 @@ def server_variables(settings: Settings, arm: str, *, timed: bool) -> dict[str, 
         "PAGEWEAVER_VERIFY_EVERY": "0",
         "PAGEWEAVER_CAPTURE_DIR": "null",
         "PAGEWEAVER_TIMING": "true" if timed else "false",
+        # Not the user's own, whose switch may be off.
+        "PAGEWEAVER_CONTROL_DIR": str(control_folder(settings.folder)),
         **plugin_variables(settings.folder / "metadata"),
     }
 

@@ -1,9 +1,10 @@
 """All blocks of all arms, one server at a time.
 
-Arms are switched by restarts: a server keeps the mode it was started with. A block serves every arm once; blocks begin
-with different arms in turn (A B C, B C A, ...), so that a machine that gets slower hits all arms alike. Every serving
-starts a server, waits for the line in its log that says it is ready, warms it up, runs SGLang's client once per load,
-and ends the server with all its processes.
+Arms are switched by restarts: a server keeps the mode it was started with; or, between native and one other arm, inside
+one server by PageWeaver's own switch, so that everything around Step 3 is the same process. A block serves every arm
+once; blocks begin with different arms in turn (A B C, B C A, ...), so that a machine that gets slower hits all arms
+alike. Every serving starts a server, waits for the line in its log that says it is ready, warms it up, runs SGLang's
+client once per load (and arm, and block, where one server serves them all), and ends the server with all its processes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,9 +27,13 @@ from . import launch, statistics, warmup
 from .client import ClientError, read_result, run_client
 from .serverlog import LogFacts, read_log, step3_between
 from .settings import AbError, Cell, Settings
+from .switching import calls_served, switch_to
 
 FORMAT = "pageweaver-ab-1"
 SWITCHING = "restarts: every arm of every block is a server of its own"
+SWITCHED = "PageWeaver's own switch inside one server: off for native, on for the other arm"
+SWITCHED_OFF = "switched off"
+"""How the reason begins for which a server hands calls back when it was asked to."""
 
 
 class Progress:
@@ -130,8 +136,8 @@ class _Session:
             "format": FORMAT,
             "environment": environment.describe(commit),
             "settings": {**shown, "base": settings.base, "share": settings.share},
-            "switching": SWITCHING,
-            "warm_up": warmup.DESCRIPTION,
+            "switching": SWITCHED if settings.one_server else SWITCHING,
+            "warm_up": warmup.DESCRIPTION + (", once per arm" if settings.one_server else ""),
             "order": settings.order(),
             "client": {"command": shlex.join(example)},
             "interrupted": False,
@@ -151,6 +157,11 @@ class _Session:
         steps = 1 + len(settings.cells)
         self._progress.begin(len(servings) * steps)
         try:
+            if settings.one_server:
+                for timed in (False, True) if settings.share else (False,):
+                    self._serve_switching(timed)
+                    self._finish()
+                servings = []
             for number, (arm, block, position, timed) in enumerate(servings):
                 if arm not in self._lost:
                     self._serve(arm, block, position, timed)
@@ -174,19 +185,7 @@ class _Session:
         """One serving; whatever goes wrong is in its entry of ``runs``, which is there from the beginning."""
         settings, where = self.settings, f"{arm}, " + ("timed" if timed else f"block {block + 1}")
         name = f"{arm}-timed" if timed else f"{arm}-block{block + 1}"
-        run: dict[str, Any] = {
-            "arm": arm,
-            "block": block,
-            "position": position,
-            "timed": timed,
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "failure": None,
-            "status": None,
-            "fallbacks": [],
-            "tuned": [],
-            "cells": [],
-        }
-        self.runs.append(run)
+        run = self._new_run(arm, block, position, timed)
         log = settings.folder / "logs" / f"{name}.log"
         ready = False
         try:
@@ -225,6 +224,103 @@ class _Session:
         if all(entry["failure"] for entry in run["cells"]):  # also when none was reached
             self._lost.add(arm)
             self._progress.note(f"{where}: no load could be measured, so {arm} is not served again")
+
+    def _new_run(self, arm: str, block: int, position: int, timed: bool) -> dict[str, Any]:
+        """The entry of one arm in one block, at the end of ``runs``."""
+        run: dict[str, Any] = {
+            "arm": arm,
+            "block": block,
+            "position": position,
+            "timed": timed,
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "failure": None,
+            "status": None,
+            "fallbacks": [],
+            "tuned": [],
+            "cells": [],
+        }
+        self.runs.append(run)
+        return run
+
+    def _serve_switching(self, timed: bool) -> None:
+        """One server for all blocks (or for the timed ones), in which the arms are switched."""
+        settings, arm = self.settings, self.settings.server_arm
+        blocks = [list(settings.arms)] if timed else settings.order()
+        name = "one-server-timed" if timed else "one-server"
+        log = settings.folder / "logs" / f"{name}.log"
+        first = len(self.runs)
+        common: dict[str, Any] = {"log": str(log)}
+        try:
+            port = launch.choose_port(settings.port)
+            variables = launch.server_variables(settings, arm, timed=timed)
+            control = Path(variables["PAGEWEAVER_CONTROL_DIR"])
+            server = ServerProcess(
+                launch.server_command(settings, port), log, environment=variables, patience=settings.patience
+            )
+            common |= {"command": shlex.join(server.command), "environment": variables}
+            self._progress.now("starting the server")
+            with _running(server):
+                common["start_s"] = round(server.wait_ready(settings.start_timeout), 1)
+                self._check_mode(arm, server)
+                try:
+                    launch.wait_until_it_answers(port)
+                    for warmed in sorted(settings.arms, key=lambda name: name != "native"):
+                        self._progress.now(f"{warmed}: warming up")
+                        switch_to(control, warmed)
+                        common["warm_up_requests"] = warmup.warm_up(settings, port)
+                except OSError as error:
+                    raise ServerError(f"warm-up: {error}\n{server.tail()}") from error
+                for block, arms in enumerate(blocks):
+                    for position, served in enumerate(arms):
+                        self._measure_switched(served, block, position, server, control, port, name, timed, common)
+                        self._finish()
+        except (ServerError, OSError, AbError) as error:
+            if len(self.runs) == first:
+                for position, lost in enumerate(settings.arms):
+                    self._new_run(lost, 0, position, timed)["failure"] = f"could not be served: {error}"
+            else:
+                self.runs[-1]["failure"] = str(error)
+            self._progress.note(str(error).splitlines()[0])
+        finally:
+            facts = read_log(log.read_text(errors="replace")) if log.exists() else LogFacts()
+            unasked = [reason for reason in facts.fallbacks if not reason.startswith(SWITCHED_OFF)]
+            for run in self.runs[first:]:
+                run |= {**common, "status": facts.status, "tuned": facts.tuned}
+                run["fallbacks"] = unasked if run["arm"] != "native" else []
+
+    def _measure_switched(
+        self,
+        arm: str,
+        block: int,
+        position: int,
+        server: ServerProcess,
+        control: Path,
+        port: int,
+        name: str,
+        timed: bool,
+        common: dict[str, Any],
+    ) -> None:
+        """Every load of one arm in one block; checks afterwards that no call was served by the other arm."""
+        where = f"{arm}, " + ("timed" if timed else f"block {block + 1}")
+        run = self._new_run(arm, block, position, timed) | common
+        self.runs[-1] = run
+        switch_to(control, arm)
+        before = calls_served(control)
+        self._progress.advance()
+        for cell in self.settings.cells:
+            self._progress.now(f"{where}: {cell}")
+            stem = f"{name}-{arm}" + ("" if timed else f"-block{block + 1}")
+            entry = self._measure(cell, stem, port, block, server if timed else None)
+            run["cells"].append(entry)
+            self._progress.advance()
+            self._progress.note(f"{where}, {cell}: {_one_line(entry)}")
+            if entry["failure"] and not launch.answers(port):
+                raise ServerError(f"the server is gone after {cell}\n{server.tail()}")
+        run["calls"] = dict(calls_served(control) - before)
+        if set(run["calls"]) != {arm}:
+            run["failure"] = f"Step 3 calls were served by {run['calls'] or 'nobody'}, and not by {arm} alone"
+            for entry in run["cells"]:
+                entry["failure"] = entry["failure"] or run["failure"]
 
     def _check_mode(self, arm: str, server: ServerProcess) -> None:
         """Raise ServerError unless the log says that this arm is served."""

@@ -48,6 +48,7 @@ class Settings:
         requests: requests per load and block, at least the highest concurrency.
         seed: of the prompts; all arms of a block get the same ones.
         share: also serve every arm once with Step 3's calls timed.
+        one_server: switch between ``native`` and one other arm inside one server instead of starting one per arm.
         folder: where logs and the client's result files go.
         server_arguments: more arguments for the servers.
         client_arguments: more arguments for the client; they win over the ones chosen here.
@@ -70,6 +71,7 @@ class Settings:
     requests: int = 8
     seed: int = 1
     share: bool = True
+    one_server: bool = False
     folder: Path = Path("ab-results")
     server_arguments: tuple[str, ...] = ()
     client_arguments: tuple[str, ...] = ()
@@ -89,6 +91,8 @@ class Settings:
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise AbError(f"{name}: one or more, each once, got {', '.join(map(str, values)) or 'none'}")
+        if self.one_server and (len(self.arms) != 2 or "native" not in self.arms):
+            raise AbError(f"one server switches between native and one other arm, got {', '.join(self.arms)}")
         for name in ("blocks", "requests"):
             if (value := getattr(self, name)) < 1:
                 raise AbError(f"{name}: at least 1, got {value}")
@@ -110,6 +114,11 @@ class Settings:
     def base(self) -> str:
         """The arm that ratios refer to: ``native``, or the first one where that is left out."""
         return "native" if "native" in self.arms else self.arms[0]
+
+    @property
+    def server_arm(self) -> str:
+        """The mode of the one server that switches to ``native`` and back."""
+        return next(arm for arm in self.arms if arm != "native")
 
     def order(self) -> list[list[str]]:
         """The arms of every block, in the order in which they are served."""

@@ -6,6 +6,7 @@ server of serve_check's tests it has a helper that ignores SIGTERM; FAKE_PIDS ge
 """
 
 import argparse
+import collections
 import json
 import os
 import signal
@@ -14,17 +15,40 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pageweaver_sglang.plugin import control
 
 HELPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 MODE = os.environ["PAGEWEAVER_MODE"]
 SPEED = {"native": 1.0, "union8": 0.8, "pageweaver": 0.5}
 LAYERS = 4
+CONTROL = Path(os.environ["PAGEWEAVER_CONTROL_DIR"])
+calls = collections.Counter()
 lock = threading.Lock()
 total = {"calls": 0, "tokens": 0, "seconds": 0.0}
 
 
 def log(text: str) -> None:
     print(f"[2026-11-30 10:00:00] INFO pageweaver_sglang.plugin: {text}", flush=True)
+
+
+def serving() -> str:
+    """The arm as the switch in the control folder says."""
+    return MODE if control.read_switch(CONTROL) is not False else "native"
+
+
+def keep_state() -> None:
+    """What the plugin's thread does: say which switch was followed, and the calls by arm."""
+    while True:
+        wanted = control.stamp(CONTROL)
+        arm = MODE if misbehaves("STUCK") else serving()
+        with lock:
+            state = {"pid": os.getpid(), "serving": arm, "followed": wanted, "calls": dict(calls)}
+        control.write_json(control.state_path(CONTROL), state)
+        time.sleep(0.1)
 
 
 def misbehaves(how: str) -> bool:
@@ -40,18 +64,21 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         length = len(body["input_ids"])
         with open(os.environ["FAKE_REQUESTS"], "a") as out:
-            out.write(json.dumps([MODE, length, body["input_ids"][0], "skip_special_tokens" in str(body)]) + "\n")
+            out.write(json.dumps([serving(), length, body["input_ids"][0], "skip_special_tokens" in str(body)]) + "\n")
         if misbehaves("REFUSE"):
             self.send_error(400, "the prompt is too long")
             return
         if misbehaves("CRASH") and "skip_special_tokens" in str(body):
             os._exit(3)
-        seconds = length / 1000 * SPEED[MODE]
+        arm = serving()
+        seconds = length / 1000 * SPEED[arm]
+        with lock:
+            calls["native" if misbehaves("SECRETLY_NATIVE") else arm] += LAYERS
         if os.environ["PAGEWEAVER_TIMING"] == "true":
             with lock:
                 total["calls"] += LAYERS
                 total["tokens"] += LAYERS * length
-                total["seconds"] += length / 1000 * (0.25 - (1 - SPEED[MODE]) / 4)
+                total["seconds"] += length / 1000 * (0.25 - (1 - SPEED[arm]) / 4)
                 log(
                     f"pageweaver timing: process {os.getpid()} calls {total['calls']} tokens {total['tokens']} "
                     f"step3 {total['seconds']:.6f} s"
@@ -82,6 +109,7 @@ def main() -> None:
         sys.exit("RuntimeError: no kernel image is available")
     if misbehaves("HANG"):
         time.sleep(600)
+    threading.Thread(target=keep_state, daemon=True).start()
     log("The server is fired up and ready to roll!")
     time.sleep(0.2)  # as SGLang, which logs it before it listens when its warm-up is skipped
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)

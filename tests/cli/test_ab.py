@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pageweaver_sglang.cli import main
+from pageweaver_sglang.serving_ab import switching
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -158,6 +159,53 @@ def test_a_load_that_fails(arguments, tmp_path, monkeypatch, variable, value, fa
         assert sum("is gone" in text for text in report["failures"]) == 1
     if variable != "FAKE_FALLBACK":
         assert "union8" not in report["loads"][1]["arms"]
+
+
+@pytest.fixture
+def quick_switching(monkeypatch):
+    monkeypatch.setattr(switching, "_SETTLE", 0.4)
+    monkeypatch.setattr(switching, "SECONDS", 3.0)
+
+
+def test_one_server_for_both_arms(arguments, tmp_path, quick_switching, capsys):
+    code, report = run(arguments, tmp_path, "--one-server", "--arms", "native,pageweaver", "--blocks", "2")
+    assert (code, report["failures"]) == (0, [])
+    assert len(pids(tmp_path)) == 2 * 2  # a server and its helper, and another one that is timed
+    served = [(r["arm"], r["block"], r["timed"]) for r in report["runs"]]
+    assert served == [
+        *(("native", 0, False), ("pageweaver", 0, False), ("pageweaver", 1, False), ("native", 1, False)),
+        *(("native", 0, True), ("pageweaver", 0, True)),
+    ]
+    for entry in report["runs"]:
+        assert entry["environment"]["PAGEWEAVER_MODE"] == "pageweaver"
+        assert entry["calls"] == {entry["arm"]: 4 * 4 * 4}  # loads, requests, layers
+        assert entry["status"].startswith("mode pageweaver")
+    arms = report["loads"][3]["arms"]
+    assert arms["pageweaver"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
+    shares = {(row["prompt"], row["concurrency"], row["arm"]): row["share"] for row in report["step3"]}
+    assert [shares[200, 1, arm] for arm in ("native", "pageweaver")] == pytest.approx([0.25, 0.25])
+    assert "PageWeaver's own switch inside one server" in capsys.readouterr().out
+    # Both arms are warmed up, native with the longest prompt first of all.
+    rows = [json.loads(line) for line in (tmp_path / "requests").read_text().splitlines()]
+    assert rows[0][:2] == ["native", 200]
+    assert {row[0] for row in rows if not row[3]} == {"native", "pageweaver"}
+
+
+@pytest.mark.parametrize(
+    ("how", "failure"),
+    [
+        ("STUCK", "could not be served: the server did not switch to native"),
+        ("SECRETLY_NATIVE", "Step 3 calls were served by {'native': 64}, and not by pageweaver alone"),
+        ("DIE", "could not be served: the server ended with exit code 1"),
+        ("CRASH", "the server is gone after 100 x 1"),
+    ],
+)
+def test_one_server_that_does_not_do_as_told(arguments, tmp_path, monkeypatch, quick_switching, how, failure):
+    monkeypatch.setenv(f"FAKE_{how}", "pageweaver")
+    more = ["--one-server", "--arms", "native,pageweaver", "--blocks", "1", "--no-share"]
+    code, report = run(arguments, tmp_path, *more)
+    assert code in (1, 2)
+    assert any(failure in text for text in report["failures"])
 
 
 def test_answers_without_text(arguments, tmp_path, monkeypatch, capsys):
