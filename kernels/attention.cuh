@@ -36,7 +36,10 @@ struct UnionAttentionParams {
   float v_scale;
   const float* k_scale_device;  // optional further factors read on the device (per-tensor scales kept there)
   const float* v_scale_device;
-  int32_t* queue;  // [2], stream.cuh only: groups drawn, CTAs done; zero between launches
+  // stream.cuh only
+  int32_t* queue;              // [2] groups drawn, CTAs done; zero between launches
+  const uint8_t* value_tiles;  // [kv_heads, pool_pages] tiles of V^T (value_tiles.cuh)
+  int pool_pages;
 };
 
 // The tile every attention kernel here is built for: one warpgroup, warp w holds the 16 heads of query w.
@@ -54,18 +57,19 @@ struct RowTile {
   static_assert(kWarps == kQueries, "warp w holds the heads of query w");
 };
 
-// E4M3's largest value is 448; probabilities are at most 1, so scaled by 2^8 they use its range without saturating.
-constexpr float kProbabilityScaleLog2 = 8.0f;
+// Probabilities are 2^(logit - reference + kProbabilityScaleLog2), summed in fours. While no logit exceeds the row's reference such a
+// sum is at most 4 x 2^6 = 256; while it is at most E4M3's largest value, 448, none of the four saturates. So sums that softmax
+// needs anyway say when the reference must be raised, and no maximum of the logits is looked for before.
+constexpr float kProbabilityScaleLog2 = 6.0f;
 constexpr float kE4m3Max = 448.0f;
-constexpr int kProducerBarrier = 8;  // named barrier of a producer warpgroup; consumer c has 1 + c
 // Finite stand-in for minus infinity: a row that has seen nothing yet, and keys behind a query's limit. No NaN can form.
 constexpr float kMasked = -1e30f;
 constexpr float kSmallestAmax = 1e-12f;  // keeps the scale of an all-zero Q row finite
 // Largest softmax scale of a row: times the largest sum of 128 E4M3 products (2.6e7) it stays far below FP32's limit.
 constexpr float kLargestRowScale = 1e28f;
-// A row's maximum is rounded up by this part of itself, so that no probability exceeds 1 however large the logits are: the
+// A reference is rounded up by this part of itself, so that no probability exceeds its bound however large the logits are: the
 // exponent is one exact multiply-add, which the rounded product it subtracts can otherwise undercut by half a unit.
-constexpr float kMaxRoundUp = 0x1p-22f;
+constexpr float kReferenceRoundUp = 0x1p-22f;
 
 // ---------------------------------------------------------------- Pieces
 
@@ -148,113 +152,130 @@ __device__ __forceinline__ void transpose_v(const uint8_t* v, uint8_t* vt, int w
   }
 }
 
-// The same in place, by a whole warpgroup: everything is read before anything is written.
-__device__ __forceinline__ void transpose_v_in_place(uint8_t* tile, int warp, int lane, int last_token) {
-  constexpr int kSteps = RowTile::kPageSize / 32;
-  const uint32_t base = ptx::shared_address(tile);
-  uint32_t x[2][kSteps][4];
-#pragma unroll
-  for (int block = 0; block < 2; ++block)
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      ptx::ldmatrix_x4_trans(x[block][step], base + swizzled_offset(step * 32 + lane, warp * 2 + block));
-  if (last_token < RowTile::kPageSize - 1) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int token = step * 32 + m * 8 + 2 * (lane & 3);
-        const uint32_t keep = (token <= last_token ? 0x0000FFFFu : 0u) | (token + 1 <= last_token ? 0xFFFF0000u : 0u);
-        x[0][step][m] &= keep;
-        x[1][step][m] &= keep;
-      }
-  }
-  ptx::named_barrier_sync(kProducerBarrier, RowTile::kThreads);
-#pragma unroll
-  for (int block = 0; block < 2; ++block)
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint32_t row = (warp * 2 + block) * 16 + (lane & 15), chunk = step * 2 + (lane >> 4);
-      const uint32_t(&y)[4] = x[block][step];
-      ptx::stmatrix_x4(base + swizzled_offset(row, chunk), __byte_perm(y[0], y[1], 0x6420), __byte_perm(y[0], y[1], 0x7531),
-                       __byte_perm(y[2], y[3], 0x6420), __byte_perm(y[2], y[3], 0x7531));
-    }
-}
-
-// Running softmax of the two rows (heads g and g + 8 of the warp's query) that a thread holds parts of.
+// Softmax of the two rows (heads g and g + 8 of the warp's query) that a thread holds parts of.
 struct RowState {
-  float max = kMasked;  // of the scaled logits, base 2
-  float sum = 0.0f;     // this thread's part, scaled by 2^kProbabilityScaleLog2
+  float reference = kMasked;  // whole number; logits (base 2, scaled) exceed it by 2.8 at most
+  float sum = 0.0f;           // this thread's part, scaled by 2^kProbabilityScaleLog2
 };
 
-// Turns logits of one row into probabilities in place; returns the factor for what the row has gathered so far.
-// Row r of the pair: 0 -> accumulators 4j, 4j + 1; 1 -> 4j + 2, 4j + 3.
-template <int kRow>
-__device__ __forceinline__ float softmax_row(float (&s)[ptx::kAccumulators], RowState& state, float scale) {
-  float row_max = kMasked;
-#pragma unroll
-  for (int j = 0; j < 16; ++j) row_max = fmaxf(row_max, fmaxf(s[4 * j + 2 * kRow], s[4 * j + 2 * kRow + 1]));
-  row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
-  row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
-  const float page_max = row_max * scale;
-  const float new_max = fmaxf(state.max, fmaf(fabsf(page_max), kMaxRoundUp, page_max));
-  const float correction = ptx::exp2_approx(state.max - new_max);
-  const float bias = kProbabilityScaleLog2 - new_max;
-  float sum = 0.0f;
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    float& a = s[4 * j + 2 * kRow];
-    float& b = s[4 * j + 2 * kRow + 1];
-    a = ptx::exp2_approx(fmaf(a, scale, bias));
-    b = ptx::exp2_approx(fmaf(b, scale, bias));
-    sum += a + b;
-  }
-  state.sum = fmaf(state.sum, correction, sum);
-  state.max = new_max;
-  return correction;
-}
+constexpr int kHalfPage = RowTile::kPageSize / 2;
+constexpr int kHalfSteps = kHalfPage / 32;  // k32 steps of P V
 
-// Masks the keys behind `last_key` (in the page) of a thread's two rows.
-__device__ __forceinline__ void mask_future_keys(float (&s)[ptx::kAccumulators], int last_key, int lane) {
+// The functions below work on half a page of a warp's logits: s[kFirst] to s[kFirst + 31], 64 keys. Row r of the thread's pair has
+// accumulators 4j + 2r and 4j + 2r + 1, keys 8j + 2q and 8j + 2q + 1.
+
+// Masks the keys behind `last_key` (counted from the half's first).
+template <int kFirst, int kCount>
+__device__ __forceinline__ void mask_future_keys(float (&s)[kCount], int last_key, int lane) {
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
+  for (int j = 0; j < 8; ++j) {
     const int key = 8 * j + 2 * (lane & 3);
-    if (key > last_key) s[4 * j] = s[4 * j + 2] = kMasked;
-    if (key + 1 > last_key) s[4 * j + 1] = s[4 * j + 3] = kMasked;
+    if (key > last_key) s[kFirst + 4 * j] = s[kFirst + 4 * j + 2] = kMasked;
+    if (key + 1 > last_key) s[kFirst + 4 * j + 1] = s[kFirst + 4 * j + 3] = kMasked;
   }
 }
 
-// Rescales what a thread's two rows have gathered.
-__device__ __forceinline__ void rescale(float (&o)[ptx::kAccumulators], const float (&correction)[2]) {
-  if (__any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f)) {
+// Probabilities of half a page, row r of the pair in p[r], the sum of each row and the largest sum of four.
+struct HalfProbabilities {
+  float p[2][16];
+  float sum[2];
+  float most;
+};
+
+template <int kFirst, int kCount>
+__device__ __forceinline__ void exponentials(const float (&s)[kCount], const RowState (&state)[2], const float (&scale)[2],
+                                             HalfProbabilities& half) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      o[4 * j] *= correction[0];
-      o[4 * j + 1] *= correction[0];
-      o[4 * j + 2] *= correction[1];
-      o[4 * j + 3] *= correction[1];
+  for (int r = 0; r < 2; ++r) {
+    const float bias = kProbabilityScaleLog2 - state[r].reference;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) half.p[r][i] = ptx::exp2_approx(fmaf(s[kFirst + 4 * (i / 2) + 2 * r + i % 2], scale[r], bias));
+  }
+  // All exponentials are under way before the first is added: woven together, each addition would wait for its operands' latency.
+  ptx::pin_registers(half.p[0]);
+  ptx::pin_registers(half.p[1]);
+  half.most = 0.0f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float fours[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      fours[i] = (half.p[r][4 * i] + half.p[r][4 * i + 1]) + (half.p[r][4 * i + 2] + half.p[r][4 * i + 3]);
+      half.most = fmaxf(half.most, fours[i]);
+    }
+    half.sum[r] = (fours[0] + fours[1]) + (fours[2] + fours[3]);
+  }
+}
+
+// Raises the rows' references to what the half page holds, and rescales to them what the rows have gathered in `o` and in their sums.
+// A row's first page always comes here. Returns the factors in `correction`.
+template <int kFirst, int kCount>
+__device__ __forceinline__ void raise_references(const float (&s)[kCount], RowState (&state)[2], const float (&scale)[2],
+                                                 float (&o)[ptx::kAccumulators], float (&correction)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float most = kMasked;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) most = fmaxf(most, fmaxf(s[kFirst + 4 * j + 2 * r], s[kFirst + 4 * j + 2 * r + 1]));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale[r];
+    const float reference = fmaxf(state[r].reference, ceilf(fmaf(fabsf(most), kReferenceRoundUp, most)));
+    correction[r] = ptx::exp2_approx(state[r].reference - reference);
+    state[r].sum *= correction[r];
+    state[r].reference = reference;
+  }
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    o[4 * j] *= correction[0];
+    o[4 * j + 1] *= correction[0];
+    o[4 * j + 2] *= correction[1];
+    o[4 * j + 3] *= correction[1];
+  }
+}
+
+// Takes over the probabilities of a page's half, after raising the references and computing them again when they could have
+// saturated. `earlier` are the fragments of the page's first half when this is the second: they are not in `o` yet. No wgmma may have
+// `o` or `earlier` in flight.
+template <int kHalf, int kFirst, int kCount>
+__device__ __forceinline__ void accept_half(const float (&s)[kCount], RowState (&state)[2], const float (&scale)[2],
+                                            float (&o)[ptx::kAccumulators], uint32_t (&earlier)[kHalfSteps][4],
+                                            HalfProbabilities& half) {
+  if (__any_sync(~0u, half.most > kE4m3Max)) {
+    float correction[2];
+    raise_references<kFirst>(s, state, scale, o, correction);
+    exponentials<kFirst>(s, state, scale, half);
+    if constexpr (kHalf == 1) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t factor = ptx::to_half2(correction[r], correction[r]);
+#pragma unroll
+        for (int step = 0; step < kHalfSteps; ++step) {
+          earlier[step][r] = ptx::scale_e4m3x4(earlier[step][r], factor);
+          earlier[step][r + 2] = ptx::scale_e4m3x4(earlier[step][r + 2], factor);
+        }
+      }
     }
   }
+  state[0].sum += half.sum[0];
+  state[1].sum += half.sum[1];
 }
 
-// Rounds a page's probabilities to E4M3, as the A fragments of four k32 steps in the token order of transpose_v.
-__device__ __forceinline__ void to_probabilities(const float (&p)[ptx::kAccumulators], uint32_t (&fragments)[4][4]) {
+// Rounds a half page's probabilities to E4M3, as the A fragments of two k32 steps in the token order of transpose_v.
+__device__ __forceinline__ void to_fragments(const HalfProbabilities& half, uint32_t (&fragments)[kHalfSteps][4]) {
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    const float* x = p + 16 * step;  // tokens 32 step + {0, 8, 16, 24} + 2q
-    fragments[step][0] = ptx::to_e4m3x4(x[0], x[1], x[4], x[5]);
-    fragments[step][1] = ptx::to_e4m3x4(x[2], x[3], x[6], x[7]);
-    fragments[step][2] = ptx::to_e4m3x4(x[8], x[9], x[12], x[13]);
-    fragments[step][3] = ptx::to_e4m3x4(x[10], x[11], x[14], x[15]);
-  }
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int step = 0; step < kHalfSteps; ++step) {
+      const float* p = half.p[r] + 8 * step;
+      fragments[step][r] = ptx::to_e4m3x4(p[0], p[1], p[2], p[3]);
+      fragments[step][r + 2] = ptx::to_e4m3x4(p[4], p[5], p[6], p[7]);
+    }
 }
 
-// The two rows' softmax over one page: logits become probabilities, and `o` is rescaled to the new maxima.
-__device__ __forceinline__ void softmax_page(float (&logits)[ptx::kAccumulators], RowState (&state)[2], const float (&scale)[2],
-                                             float (&o)[ptx::kAccumulators], uint32_t (&probabilities)[4][4]) {
-  const float correction[2] = {softmax_row<0>(logits, state[0], scale[0]), softmax_row<1>(logits, state[1], scale[1])};
-  rescale(o, correction);
-  to_probabilities(logits, probabilities);
+// The fragments of a query that did not pick the page; written where the program says so, see ptx::pin_registers.
+__device__ __forceinline__ void clear_fragments(uint32_t (&fragments)[kHalfSteps][4]) {
+#pragma unroll
+  for (int f = 0; f < 4 * kHalfSteps; ++f) asm volatile("mov.b32 %0, 0;" : "=r"(fragments[f / 4][f % 4]));
 }
 
 // Issues S = Q K^T of one page. The caller has fenced; it commits.
@@ -265,12 +286,25 @@ __device__ __forceinline__ void issue_logits(float (&logits)[ptx::kAccumulators]
     ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStepK32, k_descriptor + step * ptx::kDescriptorStepK32);
 }
 
-// Issues O += P V of one page. The caller has fenced; it commits.
-__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&probabilities)[4][4],
-                                             uint64_t vt_descriptor) {
+// The same for keys 64 kHalf to 64 kHalf + 63 of the page alone.
+template <int kHalf>
+__device__ __forceinline__ void issue_half_logits(float (&logits)[ptx::kHalfAccumulators], uint64_t q_descriptor, uint64_t k_descriptor) {
+  k_descriptor += kHalf * (kHalfPage * RowTile::kHeadDim >> 4);
+  ptx::wgmma_m64n64k32_ss<false>(logits, q_descriptor, k_descriptor);
 #pragma unroll
-  for (int step = 0; step < RowTile::kPageSize / 32; ++step)
-    ptx::wgmma_m64n128k32_rs(o, probabilities[step], vt_descriptor + step * ptx::kDescriptorStepK32);
+  for (int step = 1; step < RowTile::kHeadDim / 32; ++step)
+    ptx::wgmma_m64n64k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStepK32, k_descriptor + step * ptx::kDescriptorStepK32);
+}
+
+// Issues O += P V of one page, P as the fragments of its two halves. The caller has fenced; it commits.
+__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&first)[kHalfSteps][4],
+                                             const uint32_t (&second)[kHalfSteps][4], uint64_t vt_descriptor) {
+#pragma unroll
+  for (int step = 0; step < kHalfSteps; ++step)
+    ptx::wgmma_m64n128k32_rs(o, first[step], vt_descriptor + step * ptx::kDescriptorStepK32);
+#pragma unroll
+  for (int step = 0; step < kHalfSteps; ++step)
+    ptx::wgmma_m64n128k32_rs(o, second[step], vt_descriptor + (kHalfSteps + step) * ptx::kDescriptorStepK32);
 }
 
 // Normalises a warp's 16 rows and writes them to the query's row of the output; a query that saw nothing gets zeros.

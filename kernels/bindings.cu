@@ -10,6 +10,7 @@
 #include "stream.cuh"
 #include "union8.cuh"
 #include "union_prep.cuh"
+#include "value_tiles.cuh"
 
 namespace {
 
@@ -84,10 +85,13 @@ void regroup(TensorView topk_idx, TensorView cu_seqlens, TensorView prefix_lens,
 void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_seqlens, TensorView seq_lens, TensorView prefix_lens,
                 Optional<TensorView> req_to_token, Optional<TensorView> slot_ids, int64_t num_pool_pages, int64_t window,
                 int64_t page_size, TensorView pages, TensorView masks, TensorView counts, TensorView queries, TensorView limits,
-                Optional<TensorView> slots, Optional<TensorView> queue) {
+                Optional<TensorView> slots, Optional<TensorView> queue, Optional<TensorView> marks) {
   require(topk_idx.stride(2) == 1, "union_prep", "topk_idx rows must be contiguous");
   require(req_to_token.has_value() == slots.has_value() && req_to_token.has_value() == slot_ids.has_value(), "union_prep",
           "req_to_token, slot_ids and slots go together");
+  require(!marks.has_value() || (slots.has_value() && marks.value().size(0) == topk_idx.size(0) &&
+                                 marks.value().size(1) == num_pool_pages && marks.value().IsContiguous()),
+          "union_prep", "marks must be [kv_heads, num_pool_pages] and need slots");
   DeviceGuard guard(topk_idx);
   pw::PlanPtrs plan;
   plan.pages = data<int32_t>(pages);
@@ -97,6 +101,7 @@ void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_se
   plan.limits = data<int32_t>(limits);
   plan.slots = const_cast<int32_t*>(data_or_null<int32_t>(slots));
   plan.queue = const_cast<int32_t*>(data_or_null<int32_t>(queue));
+  plan.marks = const_cast<int32_t*>(data_or_null<int32_t>(marks));
   const bool wide_slot_ids = slot_ids.has_value() && slot_ids.value().dtype().bits == 64;
   check_cuda(pw::launch_union_prep(data<const int32_t>(topk_idx), topk_idx.stride(0), topk_idx.stride(1), topk_idx.size(0),
                                    topk_idx.size(2), data_or_null<int32_t>(perm),
@@ -110,6 +115,34 @@ void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_se
              "union_prep");
 }
 
+int multiprocessors(const char* function) {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), function);
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), function);
+  return count;
+}
+
+// Transposes every marked page of V to its tile, and clears the marks. marks int32 [kv_heads, pool pages], tiles uint8
+// [kv_heads, pool pages, 128 * 128].
+void value_tiles(TensorView v_cache, TensorView marks, TensorView tiles) {
+  const char* name = "value_tiles";
+  require(v_cache.size(2) == 128 && v_cache.stride(2) == 1 && v_cache.stride(0) % 16 == 0 && v_cache.stride(1) % 16 == 0, name,
+          "v_cache must be [slots, kv_heads, 128] with rows of 16-byte vectors");
+  require(marks.IsContiguous() && tiles.IsContiguous() && marks.size(0) == v_cache.size(1) &&
+              marks.size(1) == v_cache.size(0) / pw::RowTile::kPageSize && tiles.size(0) == marks.size(0) && tiles.size(1) == marks.size(1) &&
+              tiles.size(2) == pw::RowTile::kTileBytes,
+          name, "marks must be [kv_heads, pool pages], tiles [kv_heads, pool pages, 16384]");
+  DeviceGuard guard(v_cache);
+  pw::ValueTileParams params;
+  params.v = data<const uint8_t>(v_cache);
+  params.slot_stride = v_cache.stride(0);
+  params.head_stride = v_cache.stride(1);
+  params.marks = data<int32_t>(marks);
+  params.tiles = data<uint8_t>(tiles);
+  params.pool_pages = static_cast<int>(marks.size(1));
+  check_cuda(pw::launch_value_tiles(params, static_cast<int>(v_cache.size(1)), multiprocessors(name), current_stream(v_cache)), name);
+}
+
 // A cache's tensor map with boxes of `tokens` rows, or an error that names the cache.
 CUtensorMap cache_map(const char* function, const char* name, const TensorView& cache, int tokens) {
   CUtensorMap map;
@@ -121,18 +154,21 @@ CUtensorMap cache_map(const char* function, const char* name, const TensorView& 
   return map;
 }
 
-// out[i] = attention of query i over its own pages. `engine` is "stream" (groups of 8; needs `queue`) or "union8" (groups of 8: the
-// two-CTA kernel, groups of 4: the same without a cluster).
+// out[i] = attention of query i over its own pages. `engine` is "stream" (groups of 8; needs `queue` and the plan's pages in
+// `tiles`; v_cache is not read) or "union8" (groups of 8: the two-CTA kernel, groups of 4: the same without a cluster).
 void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView v_cache, TensorView slots, TensorView pages,
-               TensorView masks, TensorView counts, TensorView queries, TensorView limits, Optional<TensorView> queue, TensorView out,
-               double sm_scale, double k_scale, double v_scale, Optional<TensorView> k_scale_device, Optional<TensorView> v_scale_device) {
+               TensorView masks, TensorView counts, TensorView queries, TensorView limits, Optional<TensorView> queue, Optional<TensorView> tiles,
+               TensorView out, double sm_scale, double k_scale, double v_scale, Optional<TensorView> k_scale_device, Optional<TensorView> v_scale_device) {
   const char* name = "attention";
   const int kv_heads = static_cast<int>(k_cache.size(1));
   const int64_t group_size = queries.size(2);
   const bool stream_engine = engine == "stream";
   require(stream_engine || engine == "union8", name, "engine must be stream or union8");
   require(group_size == 8 || (group_size == 4 && !stream_engine), name, "group_size must be 8, or 4 with the union8 engine");
-  require(!stream_engine || queue.has_value(), name, "the stream engine needs a queue");
+  require(!stream_engine || (queue.has_value() && tiles.has_value()), name, "the stream engine needs a queue and tiles");
+  require(!tiles.has_value() || (tiles.value().IsContiguous() && tiles.value().size(0) == kv_heads &&
+                                 tiles.value().size(1) == k_cache.size(0) / pw::RowTile::kPageSize),
+          name, "tiles must be [kv_heads, pool pages, 16384]");
   require(q.size(1) == 16 * kv_heads && q.size(2) == 128 && k_cache.size(2) == 128, name,
           "16 query heads per KV head and head dim 128 are built in");
   require(q.stride(2) == 1 && out.stride(2) == 1 && k_cache.stride(2) == 1 && v_cache.stride(2) == 1, name,
@@ -158,16 +194,13 @@ void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView 
   params.k_scale_device = data_or_null<float>(k_scale_device);
   params.v_scale_device = data_or_null<float>(v_scale_device);
   params.queue = const_cast<int32_t*>(data_or_null<int32_t>(queue));
+  params.value_tiles = data_or_null<uint8_t>(tiles);
+  params.pool_pages = static_cast<int>(k_cache.size(0) / pw::RowTile::kPageSize);
 
   const cudaStream_t stream = current_stream(q);
   if (stream_engine) {
-    int device = 0, processors = 0;
-    check_cuda(cudaGetDevice(&device), name);
-    check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), name);
-    const int tokens = pw::RowTile::kPageSize;
-    check_cuda(pw::launch_stream_attention<pw::StreamTraits<2>>(cache_map(name, "k_cache", k_cache, tokens),
-                                                                cache_map(name, "v_cache", v_cache, tokens), params, kv_heads,
-                                                                processors, stream),
+    check_cuda(pw::launch_stream_attention<pw::StreamTraits<2>>(cache_map(name, "k_cache", k_cache, pw::RowTile::kPageSize), params,
+                                                                kv_heads, multiprocessors(name), stream),
                name);
     return;
   }
@@ -185,4 +218,5 @@ void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView 
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_regroup, regroup)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_union_prep, union_prep)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_value_tiles, value_tiles)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_attention, attention)

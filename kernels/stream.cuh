@@ -1,19 +1,30 @@
-// Streamed union attention: what union8.cuh computes, to the bit, from one producer warpgroup that streams pages through a deep ring to
-// independent consumer warpgroups.
+// Streamed union attention: what union8.cuh computes, to the bit, with pages streamed through a deep ring to independent
+// consumer warpgroups. V comes as transposed tiles (value_tiles.cuh), so nothing but copies stands between L2 and the tensor cores.
 //
 // One persistent CTA an SM draws groups from a queue. kConsumers warpgroups own 4 queries x 16 heads of the group each, and share
-// its pages but not their pace: the ring is kStages pages deep, and a consumer none of whose queries picked a page passes it by. The
-// producer warpgroup copies pages (one thread) and transposes V in place (all its warps), so neither is in a consumer's chain. A consumer
-// issues the next page's S before this page's P V: the softmax of the one runs while the tensor cores do the other.
+// its pages but not their pace: the ring is kStages pages deep, and a consumer skips pages that none of its queries picked. The
+// producer warpgroup's first warp draws groups and copies pages; its other three quantise the queries of the next group while this
+// one's pages are walked.
 //
-//   Barrier of a stage   completes when                                       waited for by
-//   k_ready              K of the page has landed                             consumers, before S = Q K^T
-//   v_landed             V of the page has landed                             producer warps, before they transpose it
-//   v_ready              all producer warps have written V^T                  consumers, before O += P V
-//   slot_free            all producer and consumer warps are done with it     the loading thread
+//   Barrier                completes when                                      waited for by
+//   k_ready   [stage]      K of the page has landed                            consumers, before S = Q K^T
+//   v_ready   [stage]      V^T of the page has landed                          consumers, before O += P V
+//   issued    [consumer]   the consumer's next page is on its way: from now     the consumer, before k_ready
+//             [own page]   on k_ready's parity tells it from the page before
+//                          in the same slot, which the consumer may have
+//                          skipped
+//   slot_free [stage]      all consumers that have a member are done with it   the loading warp
+//   drawn     [draw]       a group's number is written                         the quantising warps
+//   read      [draw]       they have read it                                   the loading warp
+//   ready     [group slot] the group's queries are quantised, its first        consumers
+//                          pages known
+//   done      [group slot] all consumer warps are past the group's last S      the loading warp and the quantising warps
 //
-// Timeline of a consumer, pages n and n + 1 both picked:
-//   wait k_ready(n + 1), v_ready(n) | issue S(n + 1), issue P V(n) | wait S | softmax(n + 1) | wait P V | free slot n | rescale O, round P
+// A consumer works on half pages of 64 keys, a and b, and keeps the tensor cores two steps ahead of its softmax:
+//
+//   tensor cores   | S_b(n), P V(n - 1)            | S_a(n + 1)           | S_b(n + 1), P V(n)           |
+//   softmax        | probabilities of S_a(n)       | of S_b(n)            | of S_a(n + 1)                |
+//                                                  wait; free slot n - 1  wait
 #pragma once
 
 #include "attention.cuh"
@@ -27,11 +38,13 @@ struct StreamTraits {
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kGroupSize = kConsumers * RowTile::kQueries;
   static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
+  static constexpr int kChunks = kMaxUnion / 32;     // a lane of the loading warp holds every 32nd entry of a page list
   static constexpr int kThreads = RowTile::kThreads * (kConsumers + 1);
-  static constexpr int kStages = 6;     // 6 x 32 KiB of the SM's 227 KiB
-  // Pages copied ahead of the one that is transposed. More is slower: the producer would wait for a slot before it transposes a page
-  // that has landed. (Loading into every free slot without waiting was slower still.)
-  static constexpr int kLookahead = 3;
+  static constexpr int kStages = 6;  // 6 x 32 KiB of the SM's 227 KiB
+  static constexpr int kGroupSlots = 2;  // of quantised queries: the group that is walked and the next
+  static constexpr int kDraws = 4;       // numbers of groups drawn ahead
+  static constexpr int kIssued = 8;      // at least kStages: no more pages than that are on their way
+  static constexpr int kQuantisingWarps = RowTile::kWarps - 1;
   // setmaxnreg deals the registers of the launch (168 a thread in three warpgroups: 504) out anew. A sum above that would hang: the
   // last warpgroup waits for registers that nobody gives back.
   static constexpr int kLaunchRegisters = 168;
@@ -39,32 +52,65 @@ struct StreamTraits {
   static constexpr int kConsumerRegisters = 216;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters,
                 "more registers than the launch gives");
+  static_assert(kGroupSize <= 8 && kMaxUnion % 32 == 0, "masks are bytes; whole chunks");
 };
 
-// What the ring carries beside K and V.
-struct alignas(16) StreamPage {
-  int32_t first_token;  // position of the page's first token
-  uint32_t mask;        // bit r: slot r of the group picked the page and sees some of it; kLastOfGroup
-  int32_t last_token;   // last token of the page that any slot of the group sees
-  int32_t work;         // kv_head * groups + group; kNoWork: the queue is empty
+// Where a consumer goes next. Every page carries this for each consumer, and every group the first one.
+struct alignas(8) NextPage {
+  uint32_t number;  // of all pages that go through the ring; page n uses slot n % kStages
+  uint32_t meta;    // members among the consumer's four queries, or 0: no page; kFar; logical page << kPageShift
+
+  __device__ __forceinline__ uint32_t members() const { return meta & kMembers; }
+  __device__ __forceinline__ bool is_far() const { return (meta & kFar) != 0; }
+  __device__ __forceinline__ int first_token() const { return static_cast<int>(meta >> kPageShift) * RowTile::kPageSize; }
+
+  static constexpr uint32_t kMembers = (1u << RowTile::kQueries) - 1;
+  // So far behind this page that it may only arrive after this page's slot is free.
+  static constexpr uint32_t kFar = 1u << 4;
+  static constexpr int kPageShift = 8;  // positions are 32 bits wide, so that 24 hold a page's number
 };
-constexpr uint32_t kLastOfGroup = 1u << 31;
+
+template <class Traits>
+struct StreamGroup {
+  int32_t work;  // kv_head * groups + group; kNoWork: the queue is empty
+  int32_t queries[Traits::kGroupSize];
+  int32_t limits[Traits::kGroupSize];
+  float row_scale[Traits::kConsumers][RowTile::kRows];
+  NextPage first[Traits::kConsumers];
+};
 constexpr int32_t kNoWork = -1;
+
+struct PagePlace {
+  int stage;
+  uint32_t phase;
+};
+
+// A page of the group that is loaded.
+struct alignas(8) ListedPage {
+  int32_t slot;            // physical page
+  uint32_t page_and_mask;  // logical page << kPageShift; bit r: slot r of the group picked the page and sees some of it
+
+  __device__ __forceinline__ uint32_t members(int c) const {
+    return (page_and_mask >> (c * RowTile::kQueries)) & NextPage::kMembers;
+  }
+};
 
 template <class Traits>
 struct alignas(1024) StreamSharedStorage {
   uint8_t k[Traits::kStages][RowTile::kTileBytes];
-  uint8_t v[Traits::kStages][RowTile::kTileBytes];  // becomes V^T
-  uint8_t q[Traits::kConsumers][RowTile::kQBytes];
-  float row_scale[Traits::kConsumers][RowTile::kRows];
-  StreamPage pages[Traits::kStages];
-  uint64_t k_ready[Traits::kStages];
-  uint64_t v_landed[Traits::kStages];
-  uint64_t v_ready[Traits::kStages];
-  uint64_t slot_free[Traits::kStages];
+  uint8_t vt[Traits::kStages][RowTile::kTileBytes];
+  uint8_t q[Traits::kGroupSlots][Traits::kConsumers][RowTile::kQBytes];
+  ListedPage list[Traits::kMaxUnion];  // the loading warp's own
+  StreamGroup<Traits> groups[Traits::kGroupSlots];
+  NextPage next[Traits::kStages][Traits::kConsumers];
+  int32_t draws[Traits::kDraws];
+  uint64_t k_ready[Traits::kStages], v_ready[Traits::kStages], slot_free[Traits::kStages];
+  uint64_t issued[Traits::kConsumers][Traits::kIssued];
+  uint64_t ready[Traits::kGroupSlots], done[Traits::kGroupSlots];
+  uint64_t drawn[Traits::kDraws], read[Traits::kDraws];
 };
 
-// Place in the endless sequence of pages that pass through the ring.
+// Place in the endless sequence of things that pass through a ring.
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -77,260 +123,372 @@ struct RingPosition {
   }
 };
 
-// A page's entry, read by lane 0 and passed to the warp.
-__device__ __forceinline__ StreamPage read_by_first_lane(const StreamPage& entry, int lane) {
-  StreamPage page{};
-  if (lane == 0) page = entry;
-  page.first_token = __shfl_sync(~0u, page.first_token, 0);
-  page.mask = __shfl_sync(~0u, page.mask, 0);
-  page.last_token = __shfl_sync(~0u, page.last_token, 0);
-  page.work = __shfl_sync(~0u, page.work, 0);
-  return page;
-}
+// ---------------------------------------------------------------- Loading warp
 
-// ---------------------------------------------------------------- Producer
-
-// Copies the pages of one group after another into the ring. Run by a whole warp; lane 0 waits and issues, the lanes together
-// fetch 32 entries of a page list at a time.
+// A group's page list, spread over the warp: lane l holds entries l, l + 32, ... Everything is read before anything is needed, one
+// group ahead, so that the reads' latency is hidden behind the pages of the group before.
 template <class Traits>
-struct PageLoader {
-  const CUtensorMap& k_map;
-  const CUtensorMap& v_map;
+struct GroupPages {
+  int work;
+  int limit;  // of the slot that is this lane's number
+  int slot[Traits::kChunks], page[Traits::kChunks];
+  uint32_t mask[Traits::kChunks];
+
+  __device__ __forceinline__ void fetch(const UnionAttentionParams& p, int number, int lane) {
+    work = number;
+    if (work == kNoWork) return;
+    const int64_t row = work;
+    limit = lane < Traits::kGroupSize ? __ldg(p.limits + row * Traits::kGroupSize + lane) : -1;
+#pragma unroll
+    for (int i = 0; i < Traits::kChunks; ++i) {
+      const int entry = lane + 32 * i;
+      const bool there = entry < p.max_union;  // behind the union masks are 0
+      slot[i] = there ? __ldg(p.slots + row * p.max_union + entry) : -1;
+      page[i] = there ? __ldg(p.pages + row * p.max_union + entry) : 0;
+      mask[i] = there ? __ldg(p.masks + row * p.max_union + entry) : 0;
+    }
+  }
+
+  // Clears the bits of queries that see nothing of a page, and of pages that cannot be read.
+  __device__ __forceinline__ void drop_unseen() {
+#pragma unroll
+    for (int r = 0; r < Traits::kGroupSize; ++r) {
+      const int seen = __shfl_sync(~0u, limit, r);
+#pragma unroll
+      for (int i = 0; i < Traits::kChunks; ++i)
+        if (seen < page[i] * RowTile::kPageSize) mask[i] &= ~(1u << r);
+    }
+#pragma unroll
+    for (int i = 0; i < Traits::kChunks; ++i)
+      if (slot[i] < 0) mask[i] = 0;
+  }
+};
+
+// Draws groups from the queue, ahead of their pages, and tells the quantising warps.
+template <class Traits>
+struct GroupQueue {
   const UnionAttentionParams& p;
   StreamSharedStorage<Traits>& shared;
-  int lane, work_items;
-  RingPosition<Traits::kStages> ring;
-  int work = kNoWork, next_work = 0;  // next_work is drawn one group ahead, to hide the queue's latency
-  int index = 0, count = 0, last_visible = 0;
-  int entry_slot = 0, entry_first_token = 0;  // this lane's entry of the page list
-  uint32_t entry_mask = 0;
+  int work_items, lane;
+  RingPosition<Traits::kDraws> ring;
+  bool empty = false;
 
-  __device__ __forceinline__ int draw() const {
-    int drawn = 0;
-    if (lane == 0) drawn = atomicAdd(p.queue, 1);
-    return __shfl_sync(~0u, drawn, 0);
-  }
-
-  // Opens the next group that has a query. False: the queue is empty.
-  __device__ __forceinline__ bool open_group() {
-    while (true) {
-      work = next_work;
-      if (work >= work_items) return false;
-      next_work = draw();
-      const bool in_group = lane < Traits::kGroupSize;
-      const int64_t slot = static_cast<int64_t>(work) * Traits::kGroupSize + lane;
-      const int query = in_group ? p.queries[slot] : -1;
-      const int limit = in_group ? p.limits[slot] : -1;
-      if (__all_sync(~0u, query < 0)) continue;  // a spare group
-      last_visible = __reduce_max_sync(~0u, limit);
-      // A group that sees nothing still passes through, as one page without members: its rows have to be written.
-      count = max(min(p.counts[work], Traits::kMaxUnion), 1);
-      index = 0;
-      return true;
-    }
-  }
-
-  __device__ __forceinline__ void fetch_entries() {
-    const int64_t list = static_cast<int64_t>(work) * p.max_union;
-    const int entry = index + lane;
-    entry_mask = 0;
-    entry_slot = entry_first_token = 0;
-    if (entry < min(p.counts[work], Traits::kMaxUnion)) {
-      entry_slot = p.slots[list + entry];
-      entry_first_token = p.pages[list + entry] * RowTile::kPageSize;
-      entry_mask = p.masks[list + entry];
-      for (int r = 0; r < Traits::kGroupSize; ++r)
-        if (p.limits[static_cast<int64_t>(work) * Traits::kGroupSize + r] < entry_first_token) entry_mask &= ~(1u << r);
-      if (entry_slot < 0) entry_mask = 0;  // unreadable: page 0 is copied instead, and nobody looks
-      entry_slot = max(entry_slot, 0);
-    }
-  }
-
-  // Copies one page, or passes the end of the queue on. False: that was the end.
-  __device__ __forceinline__ bool load() {
-    const bool more = index < count || open_group();
-    if (more && index % 32 == 0) fetch_entries();
-    const int from = index % 32;
-    const int slot = __shfl_sync(~0u, entry_slot, from), first_token = __shfl_sync(~0u, entry_first_token, from);
-    const uint32_t mask = __shfl_sync(~0u, entry_mask, from);
-    ++index;
+  __device__ __forceinline__ int draw() {
+    if (empty) return kNoWork;
+    int work = 0;
     if (lane == 0) {
-      const int s = ring.stage;
-      ptx::mbarrier_wait(&shared.slot_free[s], ring.phase ^ 1);  // a barrier that was never used counts as free
-      shared.pages[s] = {first_token, mask | (index == count ? kLastOfGroup : 0), last_visible - first_token, more ? work : kNoWork};
-      if (more) {
-        const int kv_head = work / p.groups;
-        ptx::mbarrier_arrive_expect_tx(&shared.k_ready[s], RowTile::kTileBytes);
-        ptx::tma_load_3d(shared.k[s], &k_map, 0, kv_head, slot * RowTile::kPageSize, &shared.k_ready[s]);
-        ptx::mbarrier_arrive_expect_tx(&shared.v_landed[s], RowTile::kTileBytes);
-        ptx::tma_load_3d(shared.v[s], &v_map, 0, kv_head, slot * RowTile::kPageSize, &shared.v_landed[s]);
-      } else {
-        ptx::mbarrier_arrive(&shared.k_ready[s]);
-        ptx::mbarrier_arrive(&shared.v_landed[s]);
-      }
+      work = atomicAdd(p.queue, 1);
+      if (work >= work_items) work = kNoWork;
+      ptx::mbarrier_wait(&shared.read[ring.stage], ring.phase ^ 1);  // a barrier that was never used counts as free
+      shared.draws[ring.stage] = work;
+      ptx::mbarrier_arrive(&shared.drawn[ring.stage]);
+    }
+    ring.advance();
+    work = __shfl_sync(~0u, work, 0);
+    empty = work == kNoWork;
+    return work;
+  }
+};
+
+// The group's pages that somebody sees, in the order of the union, and who is a member of which.
+template <class Traits>
+struct PageList {
+  int count = 0;
+  uint32_t own[Traits::kConsumers][Traits::kChunks] = {};  // bit: page 32 i + b of the list has a member of the consumer
+
+  __device__ __forceinline__ void write(const GroupPages<Traits>& group, ListedPage* list, int lane) {
+    __syncwarp();  // the last group's list has been read
+#pragma unroll
+    for (int i = 0; i < Traits::kChunks; ++i) {
+      const bool seen = group.mask[i] != 0;
+      const uint32_t all = __ballot_sync(~0u, seen);
+      if (seen)
+        list[count + __popc(all & ((1u << lane) - 1))] = {group.slot[i], static_cast<uint32_t>(group.page[i]) << NextPage::kPageShift | group.mask[i]};
+      count += __popc(all);
     }
     __syncwarp();
-    ring.advance();
-    return more;
+#pragma unroll
+    for (int i = 0; i < Traits::kChunks; ++i) {
+      const ListedPage page = 32 * i + lane < count ? list[32 * i + lane] : ListedPage{0, 0};
+#pragma unroll
+      for (int c = 0; c < Traits::kConsumers; ++c) own[c][i] = __ballot_sync(~0u, page.members(c) != 0);
+    }
+  }
+
+  // First page of consumer c from number `from` on; -1: none.
+  __device__ __forceinline__ int find(int c, int from) const {
+    int found = -1;
+#pragma unroll
+    for (int i = Traits::kChunks - 1; i >= 0; --i) {
+      const int shift = max(from - 32 * i, 0);
+      const uint32_t left = shift < 32 ? own[c][i] & (~0u << shift) : 0;
+      if (left != 0) found = 32 * i + __ffs(left) - 1;
+    }
+    return found;
   }
 };
 
 template <class Traits>
-__device__ __forceinline__ void produce(const CUtensorMap& k_map, const CUtensorMap& v_map, const UnionAttentionParams& p,
-                                        StreamSharedStorage<Traits>& shared, int work_items, int warp, int lane) {
-  PageLoader<Traits> loader{k_map, v_map, p, shared, lane, work_items};
-  bool loading = warp == 0;
-  if (loading) loader.next_work = loader.draw();
-  int ahead = 0;  // pages copied and not yet transposed (warp 0)
+__device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared,
+                                           int work_items, int lane) {
+  GroupQueue<Traits> queue{p, shared, work_items, lane};
+  RingPosition<Traits::kGroupSlots> group_ring;
+  uint32_t loaded = 0;  // pages of the groups before
   RingPosition<Traits::kStages> ring;
+  RingPosition<Traits::kIssued> issued[Traits::kConsumers];
+  GroupPages<Traits> next;
+  next.fetch(p, queue.draw(), lane);
+  int drawn = queue.draw();
+#pragma unroll 1
+  while (next.work != kNoWork) {
+    GroupPages<Traits> now = next;
+    next.fetch(p, drawn, lane);
+    drawn = queue.draw();
+    now.drop_unseen();
+    PageList<Traits> list;
+    list.write(now, shared.list, lane);
+    auto describe = [&](int c, int number, int from) {
+      if (number < 0) return NextPage{0, 0};
+      const ListedPage page = shared.list[number];
+      const uint32_t far = number - from >= Traits::kStages ? NextPage::kFar : 0;
+      return NextPage{loaded + number, page.page_and_mask >> NextPage::kPageShift << NextPage::kPageShift | far | page.members(c)};
+    };
+    ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);  // a barrier that was never used counts as free
+    if (lane == 0) {
+#pragma unroll
+      for (int c = 0; c < Traits::kConsumers; ++c) {
+        const int first = list.find(c, 0);
+        shared.groups[group_ring.stage].first[c] = describe(c, first, first);
+      }
+      ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);
+      const int kv_head = now.work / p.groups;
+      const uint8_t* tiles = p.value_tiles + static_cast<int64_t>(kv_head) * p.pool_pages * RowTile::kTileBytes;
+#pragma unroll 1
+      for (int j = 0; j < list.count; ++j) {
+        const ListedPage page = shared.list[j];
+        const int s = ring.stage;
+        NextPage following[Traits::kConsumers];
+#pragma unroll
+        for (int c = 0; c < Traits::kConsumers; ++c) following[c] = describe(c, list.find(c, j + 1), j);
+        ptx::mbarrier_wait(&shared.slot_free[s], ring.phase ^ 1);
+#pragma unroll
+        for (int c = 0; c < Traits::kConsumers; ++c) shared.next[s][c] = following[c];
+        ptx::mbarrier_arrive_expect_tx(&shared.k_ready[s], RowTile::kTileBytes);
+        ptx::tma_load_3d(shared.k[s], &k_map, 0, kv_head, page.slot * RowTile::kPageSize, &shared.k_ready[s]);
+        ptx::mbarrier_arrive_expect_tx(&shared.v_ready[s], RowTile::kTileBytes);
+        ptx::bulk_load(shared.vt[s], tiles + static_cast<int64_t>(page.slot) * RowTile::kTileBytes, RowTile::kTileBytes,
+                       &shared.v_ready[s]);
+#pragma unroll
+        for (int c = 0; c < Traits::kConsumers; ++c) {
+          if (page.members(c) != 0) {
+            ptx::mbarrier_arrive(&shared.issued[c][issued[c].stage]);
+            issued[c].advance();
+          } else {  // the consumer skips the page
+            ptx::mbarrier_arrive_many(&shared.slot_free[s], RowTile::kWarps);
+          }
+        }
+        ring.advance();
+      }
+    }
+    __syncwarp();
+    loaded += list.count;
+    group_ring.advance();
+  }
+  if (lane == 0) {
+    ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
+    ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);  // the end of the queue
+    // The last CTA that has drawn its end leaves the queue as it found it, for the next launch.
+    if (atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      p.queue[0] = 0;
+      p.queue[1] = 0;
+    }
+  }
+}
+
+// ---------------------------------------------------------------- Quantising warps
+
+template <class Traits>
+__device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared, int number, int lane) {
+  const float softmax_scale_log2 = p.softmax_scale_log2 * (p.k_scale_device ? *p.k_scale_device : 1.0f);
+  RingPosition<Traits::kGroupSlots> ring;
+  RingPosition<Traits::kDraws> draws;
 #pragma unroll 1
   while (true) {
-    for (; loading && ahead <= Traits::kLookahead; ++ahead) loading = loader.load();
-    --ahead;
-    const int s = ring.stage;
-    ptx::mbarrier_wait(&shared.v_landed[s], ring.phase);
-    const StreamPage page = read_by_first_lane(shared.pages[s], lane);
-    if (page.work == kNoWork) break;
-    transpose_v_in_place(shared.v[s], warp, lane, page.last_token);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
+    ptx::mbarrier_wait(&shared.drawn[draws.stage], draws.phase);
+    int work = 0;
     if (lane == 0) {
-      ptx::mbarrier_arrive(&shared.v_ready[s]);
-      ptx::mbarrier_arrive(&shared.slot_free[s]);
+      work = shared.draws[draws.stage];
+      ptx::mbarrier_arrive(&shared.read[draws.stage]);
     }
+    work = __shfl_sync(~0u, work, 0);
+    draws.advance();
+    StreamGroup<Traits>& group = shared.groups[ring.stage];
+    ptx::mbarrier_wait(&shared.done[ring.stage], ring.phase ^ 1);
+    if (number == 0 && lane == 0) group.work = work;
+    if (work != kNoWork) {
+      const int kv_head = work / p.groups;
+#pragma unroll 1
+      for (int r = number; r < Traits::kGroupSize; r += Traits::kQuantisingWarps) {
+        const int consumer = r / RowTile::kQueries;
+        const int64_t slot = static_cast<int64_t>(work) * Traits::kGroupSize + r;
+        const int query = __ldg(p.queries + slot), limit = __ldg(p.limits + slot);
+        if (lane == 0) {
+          group.queries[r] = query;
+          group.limits[r] = limit;
+        }
+        quantise_query(p, shared.q[ring.stage][consumer], group.row_scale[consumer], query, kv_head, r % RowTile::kQueries, lane,
+                       softmax_scale_log2);
+      }
+      ptx::fence_proxy_async_shared();
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&shared.ready[ring.stage]);
+    if (work == kNoWork) break;
     ring.advance();
-  }
-  // The last CTA that has drawn its end leaves the queue as it found it, for the next launch.
-  if (threadIdx.x == 0 && atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-    p.queue[0] = 0;
-    p.queue[1] = 0;
   }
 }
 
 // ---------------------------------------------------------------- Consumer
 
 template <class Traits>
-struct Consumer {
-  const UnionAttentionParams& p;
-  StreamSharedStorage<Traits>& shared;
-  int number, warp, lane;
-  RingPosition<Traits::kStages> ring;
-  bool group_open = false;  // pages of the group are left in the ring
-
-  __device__ __forceinline__ uint32_t members(const StreamPage& page) const { return (page.mask >> (number * RowTile::kQueries)) & 0xF; }
-  __device__ __forceinline__ bool is_member(const StreamPage& page) const { return (members(page) >> warp) & 1; }
-
-  __device__ __forceinline__ void release(int stage) const {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.slot_free[stage]);
-  }
-
-  // The lane that hands the slot back is the one that reads what lies beside it.
-  __device__ __forceinline__ StreamPage read_page(int stage) const { return read_by_first_lane(shared.pages[stage], lane); }
-
-  // The next page of the group that one of this consumer's queries picked, among the next `most`; others are passed by.
-  __device__ __forceinline__ bool next_page(RingPosition<Traits::kStages>& at, StreamPage& page, int most) {
-    for (int looked = 0; group_open && looked < most; ++looked) {
-      at = ring;
-      ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
-      page = read_page(at.stage);
-      group_open = (page.mask & kLastOfGroup) == 0;
-      ring.advance();
-      if (members(page) != 0) return true;
-      release(at.stage);
-    }
-    return false;
-  }
-};
-
-template <class Traits>
 __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared, int number, int warp,
                                         int lane) {
-  const float softmax_scale_log2 = p.softmax_scale_log2 * (p.k_scale_device ? *p.k_scale_device : 1.0f);
-  const uint64_t q_descriptor = ptx::wgmma_descriptor(shared.q[number]);
-  Consumer<Traits> self{p, shared, number, warp, lane};
+  // What the loading warp has written is read by the lane that hands it back, and passed to the warp.
+  auto read = [&](const NextPage& entry) {
+    NextPage page{};
+    if (lane == 0) page = entry;
+    return page;
+  };
+  auto pass = [](const NextPage& page) { return NextPage{__shfl_sync(~0u, page.number, 0), __shfl_sync(~0u, page.meta, 0)}; };
+  auto release = [&](int stage) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&shared.slot_free[stage]);
+  };
+  // Waits until K of the consumer's next page has landed; returns where.
+  RingPosition<Traits::kIssued> own;
+  auto wait_for = [&](const NextPage& page) {
+    ptx::mbarrier_wait(&shared.issued[number][own.stage], own.phase);
+    own.advance();
+    const PagePlace at{static_cast<int>(page.number % Traits::kStages), page.number / Traits::kStages & 1};
+    ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
+    return at;
+  };
+  RingPosition<Traits::kGroupSlots> group_ring;
 #pragma unroll 1
   while (true) {
-    // -------- The next group: its first page is in the ring
-    ptx::mbarrier_wait(&shared.k_ready[self.ring.stage], self.ring.phase);
-    const int work = self.read_page(self.ring.stage).work;
+    // -------- The next group
+    const int g = group_ring.stage;
+    ptx::mbarrier_wait(&shared.ready[g], group_ring.phase);
+    const StreamGroup<Traits>& group = shared.groups[g];
+    const int work = group.work;
     if (work == kNoWork) break;
-    const int kv_head = work / p.groups;
-    const int64_t slot = static_cast<int64_t>(work) * Traits::kGroupSize + number * RowTile::kQueries + warp;
-    const int query = p.queries[slot], limit = p.limits[slot];
-    ptx::named_barrier_sync(1 + number, RowTile::kThreads);  // every warp is past the last group's S
-    quantise_query(p, shared.q[number], shared.row_scale[number], query, kv_head, warp, lane, softmax_scale_log2);
-    ptx::fence_proxy_async_shared();
-    ptx::named_barrier_sync(1 + number, RowTile::kThreads);
-    const float* row_scale = shared.row_scale[number] + warp * RowTile::kHeadsPerKvHead + (lane >> 2);
+    const int slot = number * RowTile::kQueries + warp;
+    const int query = group.queries[slot], limit = group.limits[slot];
+    const float* row_scale = group.row_scale[number] + warp * RowTile::kHeadsPerKvHead + (lane >> 2);
     const float scale[2] = {row_scale[0], row_scale[8]};
+    const uint64_t q_descriptor = ptx::wgmma_descriptor(shared.q[g][number]);
+    NextPage page = pass(read(group.first[number]));
     RowState state[2];
     float o[ptx::kAccumulators];
 #pragma unroll
     for (int i = 0; i < ptx::kAccumulators; ++i) o[i] = 0.0f;
 
     // -------- Its pages
-    self.group_open = true;
-    RingPosition<Traits::kStages> now;  // the page whose probabilities wait for their P V
-    StreamPage page;
-    while (self.next_page(now, page, Traits::kMaxUnion)) {
-      float logits[ptx::kAccumulators], correction[2];
-      uint32_t probabilities[4][4] = {};
-      auto softmax = [&] {
-        if (!self.is_member(page)) return;
-        const int last_key = limit - page.first_token;
-        if (last_key < RowTile::kPageSize - 1) mask_future_keys(logits, last_key, lane);
-        correction[0] = softmax_row<0>(logits, state[0], scale[0]);
-        correction[1] = softmax_row<1>(logits, state[1], scale[1]);
-      };
-      auto finish_softmax = [&] {
-        if (self.is_member(page)) {
-          rescale(o, correction);
-          to_probabilities(logits, probabilities);
-        } else {
-#pragma unroll
-          for (int i = 0; i < 16; ++i) probabilities[i / 4][i % 4] = 0;
-        }
-      };
-      ptx::pin_registers(logits);
+    while (page.members() != 0) {
+      float a[ptx::kHalfAccumulators], b[ptx::kHalfAccumulators];
+      PagePlace at = wait_for(page);
+      NextPage next = read(shared.next[at.stage][number]);
+      const uint64_t k_descriptor = ptx::wgmma_descriptor(shared.k[at.stage]);
+      ptx::pin_registers(a);
+      ptx::pin_registers(b);
+      ptx::pin_registers(o);
       ptx::wgmma_fence();
-      issue_logits(logits, q_descriptor, ptx::wgmma_descriptor(shared.k[now.stage]));
+      issue_half_logits<0>(a, q_descriptor, k_descriptor);
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
-      ptx::pin_registers(logits);
-      softmax();
-      finish_softmax();
-      // While it holds this page's slot, at most the rest of the ring can arrive: then it must give it back first.
-      RingPosition<Traits::kStages> next;
+      ptx::pin_registers(a);
+      ptx::wgmma_fence();
+      issue_half_logits<1>(b, q_descriptor, k_descriptor);
+      ptx::wgmma_commit();
+      int held = -1;  // slot of the page whose P V is in flight
+      bool more;
 #pragma unroll 1
-      while (self.next_page(next, page, Traits::kStages - 1)) {
-        ptx::mbarrier_wait(&shared.v_ready[now.stage], now.phase);
-        ptx::pin_registers(logits);
+      do {
+        const bool member = (page.members() >> warp) & 1;
+        const int last_key = limit - page.first_token();
+        uint32_t first[kHalfSteps][4], second[kHalfSteps][4];  // P
+        HalfProbabilities half;
+
+        // -------- S_a(n) is there; S_b(n) and P V(n - 1) are in flight
+        if (member) {
+          if (last_key < kHalfPage - 1) mask_future_keys<0>(a, last_key, lane);
+          exponentials<0>(a, state, scale, half);
+        }
+        next = pass(next);
+        more = next.members() != 0 && !next.is_far();
+        ptx::wgmma_wait<0>();
+        ptx::pin_registers(b);
+        ptx::pin_registers(o);
+        if (held >= 0) release(held);
+        if (member) {
+          accept_half<0, 0>(a, state, scale, o, first, half);
+          to_fragments(half, first);
+        } else {
+          clear_fragments(first);
+        }
+
+        // Without a next page, S of this one once more, for nobody: conditional wgmma would be serialised.
+        PagePlace next_at = at;
+        NextPage after{};
+        if (more) {
+          next_at = wait_for(next);
+          after = read(shared.next[next_at.stage][number]);
+        }
+        const uint64_t next_k = ptx::wgmma_descriptor(shared.k[next_at.stage]);
+        ptx::pin_registers(a);
+        ptx::pin_registers(first);
+        ptx::wgmma_fence();
+        issue_half_logits<0>(a, q_descriptor, next_k);
+        ptx::wgmma_commit();
+
+        // -------- S_b(n) is there; S_a(n + 1) is in flight
+        if (member) {
+          if (last_key < RowTile::kPageSize - 1) mask_future_keys<0>(b, last_key - kHalfPage, lane);
+          exponentials<0>(b, state, scale, half);
+        }
+        ptx::wgmma_wait<0>();
+        ptx::pin_registers(a);
+        if (member) {
+          accept_half<1, 0>(b, state, scale, o, first, half);
+          to_fragments(half, second);
+        } else {
+          clear_fragments(second);
+        }
+        ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
+        ptx::pin_registers(first);
+        ptx::pin_registers(second);
+        ptx::pin_registers(b);
         ptx::pin_registers(o);
         ptx::wgmma_fence();
-        issue_logits(logits, q_descriptor, ptx::wgmma_descriptor(shared.k[next.stage]));
+        issue_half_logits<1>(b, q_descriptor, next_k);
         ptx::wgmma_commit();
-        issue_values(o, probabilities, ptx::wgmma_descriptor(shared.v[now.stage]));
+        issue_values(o, first, second, ptx::wgmma_descriptor(shared.vt[at.stage]));
         ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
-        ptx::pin_registers(logits);
-        softmax();
-        ptx::wgmma_wait<0>();
-        ptx::pin_registers(o);
-        self.release(now.stage);
-        finish_softmax();
-        now = next;
-      }
-      ptx::mbarrier_wait(&shared.v_ready[now.stage], now.phase);
-      ptx::pin_registers(o);
-      ptx::wgmma_fence();
-      issue_values(o, probabilities, ptx::wgmma_descriptor(shared.v[now.stage]));
-      ptx::wgmma_commit();
+        held = at.stage;
+        at = next_at;
+        page = next;
+        next = after;
+      } while (more);
       ptx::wgmma_wait<0>();
+      ptx::pin_registers(a);
+      ptx::pin_registers(b);
       ptx::pin_registers(o);
-      self.release(now.stage);
+      release(held);
     }
-    if (query >= 0) write_query(p, o, state, query, kv_head, lane);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&shared.done[g]);
+    group_ring.advance();
+    if (query >= 0) write_query(p, o, state, query, work / p.groups, lane);
   }
 }
 
@@ -338,21 +496,29 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    stream_attention_kernel(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
-                            const __grid_constant__ UnionAttentionParams p, int work_items) {
+    stream_attention_kernel(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ UnionAttentionParams p, int work_items) {
   extern __shared__ uint8_t raw_shared[];
   auto& shared = *reinterpret_cast<StreamSharedStorage<Traits>*>(raw_shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / RowTile::kThreads, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % RowTile::kWarps, 0), lane = threadIdx.x & 31;
 
   if (threadIdx.x == 0) {
+    constexpr int kConsumerWarps = RowTile::kWarps * Traits::kConsumers;
     ptx::prefetch_tensor_map(&k_map);
-    ptx::prefetch_tensor_map(&v_map);
     for (int s = 0; s < Traits::kStages; ++s) {
       ptx::mbarrier_init(&shared.k_ready[s], 1);
-      ptx::mbarrier_init(&shared.v_landed[s], 1);
-      ptx::mbarrier_init(&shared.v_ready[s], RowTile::kWarps);
-      ptx::mbarrier_init(&shared.slot_free[s], RowTile::kWarps * (Traits::kConsumers + 1));
+      ptx::mbarrier_init(&shared.v_ready[s], 1);
+      ptx::mbarrier_init(&shared.slot_free[s], kConsumerWarps);
+    }
+    for (int c = 0; c < Traits::kConsumers; ++c)
+      for (int i = 0; i < Traits::kIssued; ++i) ptx::mbarrier_init(&shared.issued[c][i], 1);
+    for (int g = 0; g < Traits::kGroupSlots; ++g) {
+      ptx::mbarrier_init(&shared.ready[g], Traits::kQuantisingWarps + 1);
+      ptx::mbarrier_init(&shared.done[g], kConsumerWarps);
+    }
+    for (int d = 0; d < Traits::kDraws; ++d) {
+      ptx::mbarrier_init(&shared.drawn[d], 1);
+      ptx::mbarrier_init(&shared.read[d], Traits::kQuantisingWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -360,7 +526,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::set_max_registers_down<Traits::kProducerRegisters>();
-    produce<Traits>(k_map, v_map, p, shared, work_items, warp, lane);
+    if (warp == 0) load_pages<Traits>(k_map, p, shared, work_items, lane);
+    else quantise_groups<Traits>(p, shared, warp - 1, lane);
   } else {
     ptx::set_max_registers_up<Traits::kConsumerRegisters>();
     consume<Traits>(p, shared, warpgroup - 1, warp, lane);
@@ -370,15 +537,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 // ---------------------------------------------------------------- Host
 
 template <class Traits>
-cudaError_t launch_stream_attention(const CUtensorMap& k_map, const CUtensorMap& v_map, const UnionAttentionParams& params, int kv_heads,
-                                    int processors, cudaStream_t stream) {
+cudaError_t launch_stream_attention(const CUtensorMap& k_map, const UnionAttentionParams& params, int kv_heads, int processors,
+                                    cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(StreamSharedStorage<Traits>);
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a CTA");
   auto* kernel = stream_attention_kernel<Traits>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   const int work_items = params.groups * kv_heads;
-  kernel<<<min(processors, work_items), Traits::kThreads, kSharedBytes, stream>>>(k_map, v_map, params, work_items);
+  kernel<<<min(processors, work_items), Traits::kThreads, kSharedBytes, stream>>>(k_map, params, work_items);
   return cudaGetLastError();
 }
 

@@ -183,16 +183,25 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       ptx::pin_registers(logits);
       release_slot();
 
-      uint32_t probabilities[4][4] = {};  // A fragments of the four k32 steps of P V
+      uint32_t first[kHalfSteps][4] = {}, second[kHalfSteps][4] = {};  // P
       if ((members >> warp) & 1) {
         const int last_key = limit - first_token;
-        if (last_key < RowTile::kPageSize - 1) mask_future_keys(logits, last_key, lane);
-        softmax_page(logits, state, scale, o, probabilities);
+        if (last_key < RowTile::kPageSize - 1) {
+          mask_future_keys<0>(logits, last_key, lane);
+          mask_future_keys<ptx::kHalfAccumulators>(logits, last_key - kHalfPage, lane);
+        }
+        HalfProbabilities half;
+        exponentials<0>(logits, state, scale, half);
+        accept_half<0, 0>(logits, state, scale, o, first, half);
+        to_fragments(half, first);
+        exponentials<ptx::kHalfAccumulators>(logits, state, scale, half);
+        accept_half<1, ptx::kHalfAccumulators>(logits, state, scale, o, first, half);
+        to_fragments(half, second);
       }
       __syncthreads();  // V^T is complete; all warps are past the P V of the page before the last
       ptx::pin_registers(o);
       ptx::wgmma_fence();
-      issue_values(o, probabilities, ptx::wgmma_descriptor(shared.vt[vt_slot]));
+      issue_values(o, first, second, ptx::wgmma_descriptor(shared.vt[vt_slot]));
       ptx::wgmma_commit();
       vt_slot ^= 1;
     }

@@ -1,6 +1,6 @@
 // Union preparation: for each group of up to 8 queries the deduplicated ascending list of the pages they picked, and
 // per page the mask of the slots that picked it (bit r: slot r), plus what the attention kernel needs per query and
-// page: the last token each slot sees and the physical page.
+// page: the last token each slot sees and the physical page, which it also marks for value_tiles.cuh.
 //
 // One warp per group: the group's 8 x 16 candidates are 128 keys `page << 3 | slot`, four per lane (lane l holds slot
 // l / 4). A bitonic sort orders them; the first key of each run of a page gets the page's place in the list by a ballot
@@ -44,6 +44,7 @@ struct PlanPtrs {
   int32_t* limits;   // [kv_heads, groups, group_size] last token seen, -1: none
   int32_t* slots;    // [kv_heads, groups, max_union] physical page, -1: not to be read; or null
   int32_t* queue;    // [2] cleared for the attention kernel that draws groups from it; or null
+  int32_t* marks;    // [kv_heads, num_pool_pages] raised to the tokens that a listed page holds; or null
 };
 
 // Where the tokens of a request lie in the KV pool.
@@ -204,7 +205,14 @@ __global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
     if (entry >= max_union) break;
     plan.pages[plan_row * max_union + entry] = pages[i];
     plan.masks[plan_row * max_union + entry] = static_cast<uint8_t>(shared.masks[warp][entry]);
-    if (plan.slots != nullptr) plan.slots[plan_row * max_union + entry] = physical_page(map, slots[i], page_size);
+    if (plan.slots == nullptr) continue;
+    const int physical = physical_page(map, slots[i], page_size);
+    plan.slots[plan_row * max_union + entry] = physical;
+    if (plan.marks == nullptr || physical < 0) continue;
+    int32_t* const mark = plan.marks + head * map.num_pool_pages + physical;
+    const int tokens = sequence - pages[i] * page_size;
+    if (tokens >= page_size) *mark = page_size;  // whoever stores it: no mark is higher
+    else atomicMax(mark, tokens);
   }
 }
 

@@ -23,6 +23,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// Stands for `arrivals` arrivals.
+__device__ __forceinline__ void mbarrier_arrive_many(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
 // Arrives at the barrier at the same place in CTA `cta_rank` of the cluster (may be this one). It publishes no writes to other
 // CTAs (release at CTA scope): a slot is handed back after reading it, and what was read is in registers by then. Release at
 // cluster scope would cost a GPU-wide memory fence per warp and page (MEMBAR.ALL.GPU in the machine code).

@@ -1,4 +1,4 @@
-// cp.async.bulk.tensor: tiles of K and V from global to shared memory, completing on an mbarrier.
+// cp.async.bulk: tiles of K and V from global to shared memory, completing on an mbarrier.
 #pragma once
 #include <cuda.h>
 
@@ -30,6 +30,14 @@ __device__ __forceinline__ void tma_load_3d_multicast(void* destination, const C
       " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(destination)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "h"(cta_mask)
       : "memory");
+}
+
+// `bytes` contiguous bytes; a multiple of 16, both addresses too.
+__device__ __forceinline__ void bulk_load(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(destination)),
+               "l"(source), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
 }
 
 }  // namespace pw::ptx
