@@ -17,6 +17,7 @@ _EXPORTS = {
     "ConfigError": "config",
     "UnionPlan": "plan",
     "UnsupportedError": "checks",
+    "ValueTiles": "value_tiles",
     "Workload": "workload",
     "Workspace": "workspace",
     "load_config": "config",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .config import ConfigError as ConfigError
     from .config import load_config as load_config
     from .plan import UnionPlan as UnionPlan
+    from .value_tiles import ValueTiles as ValueTiles
     from .workload import Workload as Workload
     from .workload import load_workload as load_workload
     from .workspace import Workspace as Workspace

@@ -7,6 +7,7 @@ import torch
 from . import checks, reference
 from .config import Config
 from .plan import UnionPlan
+from .value_tiles import ValueTiles
 from .workspace import Workspace
 
 # Queries per union in sparse_prefill: what the attention kernel is built for.
@@ -170,6 +171,7 @@ def sparse_prefill(
     page_size: int = 128,
     config: Config | None = None,
     workspace: Workspace | None = None,
+    value_tiles: ValueTiles | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend every query to the visible tokens of the pages it picked (Step 3 of MiniMax-M3's sparse prefill).
@@ -179,8 +181,8 @@ def sparse_prefill(
     the last request, gets zeros.
 
     CPU tensors run the reference engine in float64. CUDA tensors run the kernels; with a ``workspace`` (that has an
-    output buffer, or with ``out``) they neither allocate nor synchronise, so that a CUDA Graph can capture the call
-    and replay it with other lengths in the same buffers.
+    output buffer, or with ``out``, and that has ``pool_pages``) they neither allocate nor synchronise, so that a CUDA
+    Graph can capture the call and replay it with other lengths in the same buffers.
 
     Args:
         q: ``[tokens, q_heads, head_dim]``, bfloat16 on CUDA; heads ``g * h .. g * h + g - 1`` read KV head ``h``,
@@ -200,6 +202,8 @@ def sparse_prefill(
         page_size: tokens per page.
         config: settings; None for the defaults. ``mode`` must be ``pageweaver`` or ``union8``.
         workspace: buffers to use instead of allocating.
+        value_tiles: where the stream engine keeps V's tiles, instead of the workspace's or of memory allocated for the
+            call. Of the pool's size; the call before that used it must be ahead in the same stream.
         out: ``[tokens, q_heads, head_dim]`` of q's dtype, contiguous: where to write the result.
 
     Returns:
@@ -209,6 +213,7 @@ def sparse_prefill(
         UnsupportedError: the arguments are valid, but the kernels do not cover them (CUDA).
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong shape, device or value. Contents are only checked for CPU tensors.
+        torch.OutOfMemoryError: memory to be allocated is not to be had.
     """
     arguments = (q, k_cache, v_cache, topk_idx, req_to_token, slot_ids, cu_seqlens, seq_lens, prefix_lens)
     checks.check_sparse_prefill(
@@ -219,6 +224,7 @@ def sparse_prefill(
         page_size=page_size,
         config=config,
         workspace=workspace,
+        value_tiles=value_tiles,
         out=out,
     )
     tokens, _, head_dim = q.shape
@@ -244,6 +250,13 @@ def sparse_prefill(
     config = config or Config()
     requests = cu_seqlens.shape[0] - 1
     kv_heads, _, k = topk_idx.shape
+    pool_pages = k_cache.shape[0] // page_size
+    if config.engine != "stream":
+        value_tiles = None
+    elif value_tiles is None and workspace is not None:
+        value_tiles = workspace.value_tiles(pool_pages)
+    elif value_tiles is None:
+        value_tiles = ValueTiles.empty(kv_heads, pool_pages, device=q.device)
     if workspace is not None:
         plan = workspace.plan(tokens, requests, page_size=page_size)
     else:
@@ -285,9 +298,13 @@ def sparse_prefill(
         plan,
         req_to_token=req_to_token,
         slot_ids=slot_ids,
-        num_pool_pages=k_cache.shape[0] // page_size,
+        num_pool_pages=pool_pages,
         window=config.window,
+        marks=None if value_tiles is None else value_tiles.begin(),
     )
+    if value_tiles is not None:
+        ops.value_tiles(v_cache, value_tiles)
+        value_tiles.end()
     ops.union_attention(
         q,
         k_cache,
@@ -298,6 +315,7 @@ def sparse_prefill(
         k_scale=_on_host(k_scale),
         v_scale=_on_host(v_scale),
         engine=config.engine,
+        tiles=None if value_tiles is None else value_tiles.tiles,
     )
     return out
 

@@ -238,6 +238,7 @@ def check_sparse_prefill(
     page_size: Any,
     config: Any,
     workspace: Any,
+    value_tiles: Any,
     out: Any,
 ) -> None:
     """Check the arguments of ``sparse_prefill``. Raises TypeError or ValueError."""
@@ -272,6 +273,8 @@ def check_sparse_prefill(
             _fail(ValueError, function, "out", "contiguous", f"strides {tuple(out.stride())}")
     if workspace is not None:
         _workspace(function, workspace, q, topk_idx, requests, config)
+    if value_tiles is not None:
+        _value_tiles(function, value_tiles, kv_heads, slots // page_size, device)
     if device.type == "cpu" and requests:
         _tables(function, req_to_token, slot_ids, seq_lens)
 
@@ -346,6 +349,19 @@ def _workspace(
         if getattr(workspace, name) != value:
             _fail(ValueError, function, "workspace", f"one with {name}={value}", f"{name}={getattr(workspace, name)}")
     workspace.check_fits(tokens, requests)
+
+
+def _value_tiles(function: str, value_tiles: Any, kv_heads: int, pool_pages: int, device: torch.device) -> None:
+    from .value_tiles import ValueTiles
+
+    if not isinstance(value_tiles, ValueTiles):
+        _fail(TypeError, function, "value_tiles", "a pageweaver_sglang.ValueTiles", describe(value_tiles))
+    wanted, got = (kv_heads, pool_pages), tuple(value_tiles.marks.shape)
+    if got != wanted:
+        expected, found = ("kv_heads={}, pool_pages={}".format(*sizes) for sizes in (wanted, got))
+        _fail(ValueError, function, "value_tiles", f"of {expected}", f"{found}")
+    if value_tiles.marks.device != device:
+        _fail(ValueError, function, "value_tiles", f"on {device}", f"ones on {value_tiles.marks.device}")
 
 
 def _tables(function: str, req_to_token: torch.Tensor, slot_ids: torch.Tensor, seq_lens: torch.Tensor) -> None:

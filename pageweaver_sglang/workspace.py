@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from .plan import UnionPlan, group_bound, mask_dtype
+from .value_tiles import ValueTiles
 
 
 class Workspace:
-    """Preallocated buffers for the query order, the union plan and (with ``q_heads``) the output.
+    """Preallocated buffers for the query order, the union plan, V's tiles and (with ``q_heads``) the output.
 
     The buffers are flat: a call of any size up to the maximum gets contiguous views of their beginning, without
     allocating device memory. A workspace serves one call at a time: the next call overwrites what the last returned.
@@ -23,6 +24,10 @@ class Workspace:
         group_size: queries per group.
         head_dim: elements per head of the output.
         dtype: dtype of the output (that of ``q``).
+        pool_pages: most pages of the KV pool. The stream engine's tiles are then allocated at once, 16 KiB per page and
+            KV head, and no later call allocates. ``None``: the first call that needs them allocates them, and a larger
+            pool has them allocated anew; don't capture such a call in a CUDA Graph before it has run once, and keep
+            to pools of that size.
         device: where the buffers lie.
 
     Raises:
@@ -42,6 +47,7 @@ class Workspace:
         group_size: int = 8,
         head_dim: int = 128,
         dtype: torch.dtype = torch.bfloat16,
+        pool_pages: int | None = None,
         device: torch.device | str,
     ) -> None:
         sizes = {
@@ -53,6 +59,7 @@ class Workspace:
             "window": window,
             "group_size": group_size,
             "head_dim": head_dim,
+            "pool_pages": 1 if pool_pages is None else pool_pages,
         }
         for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int):
@@ -77,6 +84,7 @@ class Workspace:
         self.group_size = group_size
         self.head_dim = head_dim
         self.dtype = dtype
+        self.pool_pages = pool_pages
 
         groups = kv_heads * group_bound(max_tokens, max_requests, window, group_size)
         members = groups * group_size
@@ -98,12 +106,19 @@ class Workspace:
             self._out = torch.empty(max_tokens * q_heads * head_dim, dtype=dtype, device=device)
         # The tensors' own device: "cuda" given above reads "cuda:0" here and in every tensor to compare with.
         self.device = self._perm.device
+        self._largest_tiles: ValueTiles | None = None
+        self._tiles: ValueTiles | None = None
+        if pool_pages is not None:
+            self.value_tiles(pool_pages)
 
     def nbytes(self) -> int:
         """Return the device memory held, in bytes."""
         plan = (self._pages, self._slots, self._masks, self._counts, self._queries, self._limits, self._queue)
-        buffers = (self._perm, *plan)
-        held = buffers if self._out is None else (*buffers, self._out)
+        held = [self._perm, *plan]
+        if self._out is not None:
+            held.append(self._out)
+        if self._largest_tiles is not None:
+            held += [self._largest_tiles.marks, self._largest_tiles.tiles]
         return sum(buffer.numel() * buffer.element_size() for buffer in held)
 
     def check_fits(self, tokens: int, requests: int = 0) -> None:
@@ -136,6 +151,34 @@ class Workspace:
             page_size=page_size,
             queue=self._queue,
         )
+
+    def value_tiles(self, pool_pages: int) -> ValueTiles:
+        """Return the tiles of a KV pool of ``pool_pages`` pages, between two calls.
+
+        Raises:
+            ValueError: the pool is larger than the workspace's ``pool_pages``.
+            torch.OutOfMemoryError: they had to be allocated, see the constructor's ``pool_pages``.
+        """
+        if self._tiles is not None and self._tiles.marks.shape[1] == pool_pages:
+            return self._tiles
+        if self.pool_pages is not None and pool_pages > self.pool_pages:
+            raise ValueError(
+                f"Workspace: a KV pool of {pool_pages} pages is too large for a workspace of "
+                f"pool_pages={self.pool_pages}"
+            )
+        largest = self._largest_tiles
+        if largest is None or largest.marks.shape[1] < pool_pages:
+            self._largest_tiles = self._tiles = largest = None  # so that the old ones' memory can be had
+            largest = ValueTiles.empty(self.kv_heads, pool_pages, device=self.device)
+            self._largest_tiles = self._tiles = largest
+            return largest
+        # Another shape over the same memory, whose marks a call with the last shape may have left set.
+        largest.marks.zero_()
+        self._tiles = ValueTiles(
+            marks=_view(largest.marks.view(-1), self.kv_heads, pool_pages),
+            tiles=_view(largest.tiles.view(-1), self.kv_heads, pool_pages, largest.tiles.shape[2]),
+        )
+        return self._tiles
 
     def out(self, tokens: int) -> torch.Tensor:
         """Return the output buffer, ``[tokens, q_heads, head_dim]``. Raises ValueError without ``q_heads``."""

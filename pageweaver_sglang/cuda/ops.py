@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..plan import UnionPlan
+from ..value_tiles import ValueTiles
 from .loader import load
 
 Scale = float | Tensor | None
@@ -44,8 +45,13 @@ def prepare_unions(
     req_to_token: Tensor | None = None,
     slot_ids: Tensor | None = None,
     num_pool_pages: int = 0,
+    marks: Tensor | None = None,
 ) -> None:
-    """Fill the arrays of ``plan``; with ``req_to_token`` also ``slots`` (physical pages below ``num_pool_pages``)."""
+    """Fill the arrays of ``plan``; with ``req_to_token`` also ``slots`` (physical pages below ``num_pool_pages``).
+
+    ``marks``, int32 ``[kv_heads, num_pool_pages]``, needs ``slots``: the entry of every page that the plan lists is
+    raised to the number of the page's tokens that belong to the request, see :class:`..value_tiles.ValueTiles`.
+    """
     load().pw_union_prep(
         topk_idx,
         perm,
@@ -64,7 +70,22 @@ def prepare_unions(
         plan.limits,
         plan.slots if req_to_token is not None else None,
         plan.queue,
+        marks,
     )
+
+
+def value_tiles(v_cache: Tensor, tiles: ValueTiles) -> None:
+    """Transpose every marked page of ``v_cache`` to its tile, and clear the marks.
+
+    ``v_cache`` is float8_e4m3fn ``[pool_pages * 128, kv_heads, 128]``. Bytes that are NaN become zero behind a page's
+    marked number of tokens.
+    """
+    load().pw_value_tiles(v_cache, tiles.marks, tiles.tiles)
+
+
+def default_engine(group_size: int) -> str:
+    """Return the engine that :func:`union_attention` takes when none is asked for."""
+    return "stream" if group_size == 8 else "union8"
 
 
 def union_attention(
@@ -78,17 +99,19 @@ def union_attention(
     k_scale: Scale = None,
     v_scale: Scale = None,
     engine: str | None = None,
+    tiles: Tensor | None = None,
 ) -> None:
     """Attend over ``plan`` (with ``slots``); write every row of ``out`` [tokens, q_heads, 128] that the plan names.
 
     Scales are factors of the E4M3 caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the
     device. ``engine`` is ``"stream"`` or ``"union8"``; None takes the first for groups of 8 and the second for groups
-    of 4. Both give the same bits.
+    of 4. Both give the same bits. ``stream`` reads V from ``tiles``, uint8 ``[kv_heads, pool_pages, 16384]``, as
+    :func:`value_tiles` left them for this plan's pages, and ``union8`` from ``v_cache``.
     """
     k_value, k_device = _split_scale(k_scale)
     v_value, v_device = _split_scale(v_scale)
     load().pw_attention(
-        engine or ("stream" if plan.group_size == 8 else "union8"),
+        engine or default_engine(plan.group_size),
         q,
         k_cache,
         v_cache,
@@ -99,6 +122,7 @@ def union_attention(
         plan.queries,
         plan.limits,
         plan.queue,
+        tiles,
         out,
         sm_scale,
         k_value,

@@ -8,6 +8,7 @@ import torch
 
 from .. import checks
 from ..config import Config
+from ..value_tiles import ValueTiles
 from ..workspace import Workspace
 from .layout import page_counts, positions, support_sets
 
@@ -32,13 +33,14 @@ def sparse_prefill(
     page_size: int = 128,
     config: Config | None = None,
     workspace: Workspace | None = None,
+    value_tiles: ValueTiles | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend every query to the visible tokens of the pages it picked, in float64.
 
     Arguments, result and errors are those of :func:`pageweaver_sglang.sparse_prefill`, for any head size, GQA ratio,
-    page size and k. ``config`` and ``workspace`` are checked and otherwise unused: the result never lies in the
-    workspace, so that it can be compared with one that does.
+    page size and k. ``config``, ``workspace`` and ``value_tiles`` are checked and otherwise unused: the result never
+    lies in the workspace, so that it can be compared with one that does.
 
     Raises:
         ValueError: besides bad arguments, a picked page has a token whose cache slot does not exist.
@@ -59,6 +61,7 @@ def sparse_prefill(
         page_size=page_size,
         config=config,
         workspace=workspace,
+        value_tiles=value_tiles,
         out=out,
     )
     tokens, q_heads, head_dim = q.shape

@@ -11,6 +11,7 @@ import pageweaver_sglang as pw
 from tests.generators import make_case
 
 CASE = make_case("packed", seed=0, requests=((5, 300), (0, 7), (9, 0)), padding=3, kv_heads=2)
+POOL_PAGES = CASE.k_cache.shape[0] // 128
 TOKENS = 17
 
 
@@ -202,6 +203,16 @@ BAD = {
                 ValueError,
                 "head_dim=128",
             ),
+        ],
+        "value_tiles": [
+            (CASE.v_cache, TypeError, "a pageweaver_sglang.ValueTiles, got float8_e4m3fn"),
+            (
+                pw.ValueTiles.empty(2, 4, device="cpu"),
+                ValueError,
+                r"of kv_heads=2, pool_pages=\d+, got kv_heads=2, pool_pages=4",
+            ),
+            (pw.ValueTiles.empty(1, POOL_PAGES, device="cpu"), ValueError, "got kv_heads=1"),
+            (pw.ValueTiles.empty(2, POOL_PAGES, device="meta"), ValueError, "on cpu, got ones on meta"),
         ],
         "out": [
             (CASE.q.float(), TypeError, r"bfloat16 \[tokens=17, q_heads=32, head_dim=128\], got float32"),

@@ -18,6 +18,7 @@ from pageweaver_sglang.cuda import support
 from tests.generators import make_case
 
 CASE = make_case("padded", seed=0)
+POOL_PAGES = CASE.k_cache.shape[0] // 128
 PICKS = (CASE.topk_idx, CASE.cu_seqlens, CASE.prefix_lens)
 LENGTHS = (CASE.cu_seqlens, CASE.seq_lens, CASE.prefix_lens)
 ARRAYS = ("pages", "masks", "counts", "queries", "limits")
@@ -46,6 +47,12 @@ def calls(monkeypatch):
         )
         for name in ARRAYS:
             getattr(plan, name).copy_(getattr(own, name))
+        if options.get("marks") is not None:
+            options["marks"].fill_(128)
+
+    def value_tiles(v_cache, tiles):
+        made.append(("value_tiles", (v_cache, tiles), {"marked": bool(tiles.marks.any())}))
+        tiles.marks.zero_()
 
     def union_attention(q, k_cache, v_cache, plan, out, **options):
         made.append(("union_attention", (q, k_cache, v_cache, plan, out), options))
@@ -53,7 +60,9 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(
         "pageweaver_sglang.cuda.ops",
-        SimpleNamespace(regroup=regroup, prepare_unions=prepare_unions, union_attention=union_attention),
+        SimpleNamespace(
+            regroup=regroup, prepare_unions=prepare_unions, value_tiles=value_tiles, union_attention=union_attention
+        ),
         raising=False,
     )
     monkeypatch.setattr(api, "_on_cuda", lambda tensor: True)
@@ -88,7 +97,7 @@ def test_prepare_unions(calls):
     assert all(torch.equal(getattr(plan, name), getattr(expected, name)) for name in ARRAYS)
     assert plan.slots is None
     ((_, _, seen),) = calls
-    assert seen == {"window": 64}
+    assert seen == {"window": 64}  # and no marks
 
 
 def test_prepare_unions_of_what_its_kernel_does_not_take(calls):
@@ -121,22 +130,26 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     out = pw.sparse_prefill(*CASE.args(), config=config, workspace=workspace, k_scale=scale, v_scale=2.0)
     assert out.shape == CASE.q.shape
     assert (out == 1).all()
-    stages = ["regroup", "prepare_unions", "union_attention"]
+    engine = "stream" if config is None else config.engine
+    stages = ["regroup", "prepare_unions", "value_tiles", "union_attention"]
     if regroup_options is None:
-        del stages[0]
+        stages.remove("regroup")
+    if engine == "union8":
+        stages.remove("value_tiles")
     assert [name for name, _, _ in calls] == stages
     perm = None
     if regroup_options is not None:
         _, (*_, perm), options = calls[0]
         assert options == {**regroup_options, "group_size": 8, "page_size": 128}
-    _, (topk_idx, unions_perm, *lengths, plan), options = calls[-2]
+    _, (topk_idx, unions_perm, *lengths, plan), options = calls[stages.index("prepare_unions")]
     assert topk_idx is CASE.topk_idx
     assert unions_perm is perm
     assert all(got is expected for got, expected in zip(lengths, LENGTHS, strict=True))
+    marks = options.pop("marks")
     assert options == {
         "req_to_token": CASE.req_to_token,
         "slot_ids": CASE.slot_ids,
-        "num_pool_pages": CASE.k_cache.shape[0] // 128,
+        "num_pool_pages": POOL_PAGES,
         "window": window,
     }
     assert plan.slots.shape == plan.pages.shape
@@ -145,10 +158,22 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     assert attended is plan
     assert target is out
     # A scale in host memory becomes a number; sm_scale has its default.
-    engine = "stream" if config is None else config.engine
+    attended_tiles = options.pop("tiles")
     assert options == {"sm_scale": 128**-0.5, "k_scale": 0.5, "v_scale": 2.0, "engine": engine}
     assert type(options["k_scale"]) is float
+    if engine == "union8":
+        assert marks is None
+        assert attended_tiles is None
+    else:
+        _, (values, tiles), seen = calls[-2]
+        assert values is CASE.v_cache
+        assert seen == {"marked": True}
+        assert marks is tiles.marks
+        assert attended_tiles is tiles.tiles
+        assert (marks.shape, tiles.tiles.shape) == ((1, POOL_PAGES), (1, POOL_PAGES, 16384))
     if with_workspace:
+        assert (workspace._tiles is None) == (engine == "union8")
+        assert marks is None or marks is workspace.value_tiles(POOL_PAGES).marks
         tokens, requests = len(CASE.q), 2
         assert plan.pages.data_ptr() == workspace.plan(tokens, requests).pages.data_ptr()
         assert out.data_ptr() == workspace.out(tokens).data_ptr()
@@ -160,7 +185,51 @@ def test_sparse_prefill_into_out(calls):
     workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, device="cpu")
     assert pw.sparse_prefill(*CASE.args(), out=out, workspace=workspace, sm_scale=3) is out
     assert calls[-1][1][-1] is out
-    assert calls[-1][2] == {"sm_scale": 3.0, "k_scale": None, "v_scale": None, "engine": "stream"}
+    options = calls[-1][2]
+    assert options.pop("tiles") is workspace.value_tiles(POOL_PAGES).tiles
+    assert options == {"sm_scale": 3.0, "k_scale": None, "v_scale": None, "engine": "stream"}
+
+
+def test_value_tiles_of_the_caller_come_before_the_workspaces(calls):
+    workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, device="cpu")
+    own = pw.ValueTiles.empty(1, POOL_PAGES, device="cpu")
+    pw.sparse_prefill(*CASE.args(), workspace=workspace, value_tiles=own)
+    assert calls[-1][2]["tiles"] is own.tiles
+    assert workspace._tiles is None
+    pw.sparse_prefill(*CASE.args(), config=pw.Config(engine="union8"), value_tiles=own)
+    assert calls[-1][2]["tiles"] is None
+
+
+def test_marks_that_a_failed_call_left_are_cleared_before_the_next(calls, monkeypatch):
+    """One too high would keep what lies behind a sequence's end."""
+    from pageweaver_sglang.cuda import ops
+
+    workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, pool_pages=POOL_PAGES, device="cpu")
+    seen, prepare_unions, value_tiles = [], ops.prepare_unions, ops.value_tiles
+
+    def fail(v_cache, tiles):
+        raise RuntimeError("no launch")
+
+    def look(*arguments, marks, **options):
+        seen.append(int(marks.sum()))
+        prepare_unions(*arguments, marks=marks, **options)
+
+    monkeypatch.setattr(ops, "value_tiles", fail)
+    with pytest.raises(RuntimeError, match="no launch"):
+        pw.sparse_prefill(*CASE.args(), workspace=workspace)
+    assert workspace.value_tiles(POOL_PAGES).marks.any()
+    monkeypatch.setattr(ops, "value_tiles", value_tiles)
+    monkeypatch.setattr(ops, "prepare_unions", look)
+    pw.sparse_prefill(*CASE.args(), workspace=workspace)
+    assert seen == [0]
+
+
+def test_a_workspace_of_a_smaller_pool_is_refused_before_any_launch(calls):
+    workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, pool_pages=POOL_PAGES - 1, device="cpu")
+    with pytest.raises(ValueError, match=rf"KV pool of {POOL_PAGES} pages is too large .* pool_pages={POOL_PAGES - 1}"):
+        pw.sparse_prefill(*CASE.args(), workspace=workspace)
+    assert not calls
+    pw.sparse_prefill(*CASE.args(), workspace=workspace, config=pw.Config(engine="union8"))
 
 
 def test_the_output_of_a_strided_q_is_contiguous(calls):

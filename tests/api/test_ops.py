@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
+from pageweaver_sglang._paths import kernels_dir
 from pageweaver_sglang.cuda import ops
 from pageweaver_sglang.plan import UnionPlan
+from pageweaver_sglang.value_tiles import ValueTiles
 
 PLAN = UnionPlan.empty(1, 20, 1, 4, window=128, group_size=8, page_size=64, device="cpu", with_slots=True)
 
@@ -45,27 +49,46 @@ def test_regroup(heard, capacity, limit, guard, guarded):
     assert same(got, [*arguments, 64, 5, 32, limit, guarded])
 
 
-@pytest.mark.parametrize("with_pool", [False, True])
-def test_prepare_unions(heard, with_pool):
+@pytest.mark.parametrize(("with_pool", "with_marks"), [(False, False), (True, False), (True, True)])
+def test_prepare_unions(heard, with_pool, with_marks):
     topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, req_to_token, slot_ids = tensors(7)
     pool = {"req_to_token": req_to_token, "slot_ids": slot_ids, "num_pool_pages": 9} if with_pool else {}
-    ops.prepare_unions(topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, PLAN, window=64, **pool)
+    marks = {"marks": torch.zeros(1, 9, dtype=torch.int32)} if with_marks else {}
+    ops.prepare_unions(topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, PLAN, window=64, **pool, **marks)
     ((name, got),) = heard
     assert name == "pw_union_prep"
     expected = [topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, *(pool.values() or (None, None, 0)), 64, 64]
     arrays = [PLAN.pages, PLAN.masks, PLAN.counts, PLAN.queries, PLAN.limits, PLAN.slots if with_pool else None]
-    assert same(got, [*expected, *arrays, PLAN.queue])
+    assert same(got, [*expected, *arrays, PLAN.queue, marks.get("marks")])
+
+
+def test_value_tiles(heard):
+    v_cache, tiles = torch.zeros(256, 1, 128), ValueTiles.empty(1, 2, device="cpu")
+    ops.value_tiles(v_cache, tiles)
+    ((name, got),) = heard
+    assert name == "pw_value_tiles"
+    assert same(got, [v_cache, tiles.marks, tiles.tiles])
 
 
 @pytest.mark.parametrize(
     ("scale", "number", "tensor"), [(None, 1.0, None), (3, 3.0, None), (0.5, 0.5, None), (PLAN.masks, 1.0, PLAN.masks)]
 )
 def test_union_attention(heard, scale, number, tensor):
-    q, k_cache, v_cache, out = tensors(4)
-    ops.union_attention(q, k_cache, v_cache, PLAN, out, sm_scale=0.1, k_scale=scale, v_scale=0.25)
+    q, k_cache, v_cache, tiles, out = tensors(5)
+    ops.union_attention(q, k_cache, v_cache, PLAN, out, sm_scale=0.1, k_scale=scale, v_scale=0.25, tiles=tiles)
     ops.union_attention(q, k_cache, v_cache, PLAN, out, sm_scale=0.1, k_scale=0.25, v_scale=scale, engine="union8")
     arrays = [PLAN.slots, PLAN.pages, PLAN.masks, PLAN.counts, PLAN.queries, PLAN.limits, PLAN.queue]
-    before = [q, k_cache, v_cache, *arrays, out, 0.1]
+    before = [q, k_cache, v_cache, *arrays]
     assert [name for name, _ in heard] == ["pw_attention"] * 2
-    assert same(heard[0][1], ["stream", *before, number, 0.25, tensor, None])
-    assert same(heard[1][1], ["union8", *before, 0.25, number, None, tensor])
+    assert same(heard[0][1], ["stream", *before, tiles, out, 0.1, number, 0.25, tensor, None])
+    assert same(heard[1][1], ["union8", *before, None, out, 0.1, 0.25, number, None, tensor])
+
+
+def test_the_exports_take_as_many_arguments_as_they_are_given():
+    """The library's signatures, by its source: a missing argument would only show on a GPU."""
+    source = (kernels_dir() / "bindings.cu").read_text()
+    given = {"regroup": 9, "union_prep": 18, "value_tiles": 3, "attention": 18}
+    for name, count in given.items():
+        assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_{name}, {name})" in source
+        (parameters,) = re.findall(rf"^void {name}\(([^)]*)\) {{$", source, re.MULTILINE)
+        assert parameters.count(",") + 1 == count, name

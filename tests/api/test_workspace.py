@@ -53,7 +53,59 @@ def test_arrays_do_not_overlap():
     tensors = [*(getattr(plan, name) for name in ARRAYS), workspace.perm(100), workspace.out(100)]
     spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert workspace.nbytes() == sum(t.numel() * t.element_size() for t in tensors)
+    assert workspace.nbytes() == nbytes(tensors)
+
+
+def nbytes(tensors):
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_value_tiles_are_allocated_when_first_asked_for():
+    workspace = pw.Workspace(100, 2, kv_heads=3, topk=4, device="cpu")
+    before = workspace.nbytes()
+    tiles = workspace.value_tiles(7)
+    assert (tiles.marks.shape, tiles.marks.dtype) == ((3, 7), torch.int32)
+    assert (tiles.tiles.shape, tiles.tiles.dtype) == ((3, 7, 128 * 128), torch.uint8)
+    assert not tiles.marks.any()
+    assert workspace.value_tiles(7) is tiles
+    assert workspace.nbytes() - before == nbytes([tiles.marks, tiles.tiles]) == pw.ValueTiles.nbytes(3, 7)
+    larger = workspace.value_tiles(9)
+    assert larger.marks.shape == (3, 9)
+    assert workspace.nbytes() - before == pw.ValueTiles.nbytes(3, 9)
+
+
+def test_value_tiles_are_allocated_at_once_with_the_size_of_the_pool():
+    workspace = pw.Workspace(100, 2, kv_heads=2, topk=4, pool_pages=10, device="cpu")
+    held = workspace.nbytes()
+    assert held == pw.Workspace(100, 2, kv_heads=2, topk=4, device="cpu").nbytes() + pw.ValueTiles.nbytes(2, 10)
+    whole = workspace.value_tiles(10)
+    for pool_pages in (10, 4, 1, 7, 10):
+        tiles = workspace.value_tiles(pool_pages)
+        for part, of, entry in ((tiles.marks, whole.marks, ()), (tiles.tiles, whole.tiles, (16384,))):
+            assert part.shape == (2, pool_pages, *entry)
+            assert part.is_contiguous()
+            assert part.data_ptr() == of.data_ptr()
+    with pytest.raises(ValueError, match="a KV pool of 11 pages is too large for a workspace of pool_pages=10"):
+        workspace.value_tiles(11)
+    assert workspace.nbytes() == held
+
+
+def test_a_pool_of_another_size_finds_no_marks_of_the_last():
+    """With several KV heads the same bytes are another page's mark."""
+    workspace = pw.Workspace(100, 2, kv_heads=2, topk=4, pool_pages=10, device="cpu")
+    for pool_pages in (10, 6, 9, 10):
+        marks = workspace.value_tiles(pool_pages).begin()
+        assert not marks.any()
+        marks.fill_(128)  # and fails before `end`
+
+
+def test_marks_are_cleared_after_a_call_without_an_end_alone():
+    tiles = pw.ValueTiles.empty(1, 4, device="cpu")
+    tiles.begin().fill_(5)
+    assert not tiles.begin().any()
+    tiles.end()
+    tiles.marks.fill_(5)  # nobody does; `begin` costs no launch where the last call ended
+    assert tiles.begin().all()
 
 
 def test_plan_has_the_page_size_that_is_asked_for():
@@ -79,7 +131,10 @@ def test_without_query_heads_there_is_no_output():
         workspace.out(1)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_requests", "kv_heads", "topk", "q_heads", "window", "group_size"])
+SIZES = ["max_tokens", "max_requests", "kv_heads", "topk", "q_heads", "window", "group_size", "pool_pages"]
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_checked(name):
     sizes = {"max_tokens": 10, "max_requests": 1, "kv_heads": 1, "topk": 16, "q_heads": 16} | {name: 0}
     with pytest.raises(ValueError, match=f"Workspace: {name} must be an integer >= 1, got 0"):
@@ -92,6 +147,7 @@ def test_sizes_are_checked(name):
         ("max_tokens", 1.5, TypeError, "an integer >= 1, got float 1.5"),
         ("kv_heads", True, TypeError, "an integer >= 1, got bool True"),
         ("max_requests", None, TypeError, "an integer >= 1, got NoneType None"),
+        ("pool_pages", 2.0, TypeError, "an integer >= 1, got float 2.0"),
         ("dtype", "bfloat16", TypeError, "a torch.dtype, got str 'bfloat16'"),
         ("device", "gpu", ValueError, "a torch.device or its name, got 'gpu'"),
     ],
