@@ -106,6 +106,8 @@ def diagnose() -> Diagnosis:
 
 
 def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
+    from pageweaver_sglang.value_tiles import ValueTiles
+
     try:
         config = load_config()
         diagnosis.settings = settings_with_sources(config)
@@ -115,6 +117,13 @@ def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
     profile = os.environ.get("PAGEWEAVER_CONFIG")
     native = "The setting mode=native asks for SGLang's own Step 3." if config.mode == "native" else None
     diagnosis.add("settings", f"valid; profile {profile or 'none'}, mode {config.mode}", native)
+    if config.mode != "native" and config.engine == "stream":
+        kib = ValueTiles.nbytes(1, 1) / 1024
+        diagnosis.add(
+            "GPU memory",
+            f"{kib:.0f} KiB per KV page and KV head of a rank for value tiles, as much as one layer's V cache; "
+            "a server's STATUS line says how much that is",
+        )
     return config
 
 

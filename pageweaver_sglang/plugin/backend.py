@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttn
 import pageweaver_sglang
 from pageweaver_sglang.config import Config, load_config
 
-from . import NAME, capture, compat, kernels, operations, timing
+from . import NAME, capture, compat, kernels, operations, tiles, timing
 from .options import PAGE_SIZE, BackendError, check_model
 from .step3 import Step3, route, serving
 
@@ -90,16 +90,24 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
             )
     device = torch.device(getattr(runner, "device", None) or sparse.req_to_token.device)
     kernels_state = kernels.prepare(config, device)
+    pool = sparse.kv_pool.main_pool
+    config, tiles_state = tiles.reserve(config, pool.get_value_buffer(pool.start_layer))
+    sparse.step3.config = config
     route(importlib.import_module(compat.STEP3_MODULE))
     if sparse.use_msa:
         logger.warning("pageweaver: SGLang serves Step 3 with MSA on this GPU, so PageWeaver will not act")
     page_size = sparse.kv_pool.page_size
-    logger.info("%s", status_line(config, dense_backend, page_size, kernels_state, sparse.operations))
+    logger.info("%s", status_line(config, dense_backend, page_size, kernels_state, tiles_state, sparse.operations))
     return MiniMaxHybridAttnBackend(dense_backend, sparse, sparse.sparse_layer_ids)
 
 
 def status_line(
-    config: Config, dense_backend: Any, page_size: int, kernels_state: str, of_process: operations.Operations
+    config: Config,
+    dense_backend: Any,
+    page_size: int,
+    kernels_state: str,
+    tiles_state: str,
+    of_process: operations.Operations,
 ) -> str:
     """One line that says what this process serves with."""
     version = compat.sglang_version()
@@ -107,8 +115,8 @@ def status_line(
     untested = "" if compat.tested_version(version) else f" (untested; tested are {first} to {last})"
     return (
         f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, window {config.window}, guard {config.guard}, "
-        f"kernels {kernels_state}, dense layers {type(dense_backend).__name__}, page size {page_size}, "
-        f"verify every {config.verify_every}, capture {config.capture_dir or 'off'}, "
+        f"kernels {kernels_state}, value tiles {tiles_state}, dense layers {type(dense_backend).__name__}, "
+        f"page size {page_size}, verify every {config.verify_every}, capture {config.capture_dir or 'off'}, "
         f"switch {of_process.switch.reason or 'on'} in {of_process.folder or 'no folder'}, "
         f"metrics {'off' if of_process.metrics is None else 'on'}, "
         f"pageweaver {pageweaver_sglang.__version__}, sglang {version}{untested}, torch {torch.__version__}"

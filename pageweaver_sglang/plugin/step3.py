@@ -23,7 +23,7 @@ from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
 
-from . import compat
+from . import compat, tiles
 from .operations import Switch
 from .timing import Step3Timer
 
@@ -86,9 +86,10 @@ class Step3:
     """Serves the Step 3 calls of one backend.
 
     Buffers: every call takes its plan and its output from PyTorch's caching allocator instead of a workspace kept
-    here. Two-batch overlap runs two batches on different streams, and a CUDA graph keeps the addresses it captured:
-    the allocator gets both right (blocks belong to a stream, a graph has a pool of its own), while a kept buffer
-    would have to be keyed by stream, and could never grow again once a graph holds it.
+    here. The allocator is right whatever streams calls are on and whatever a CUDA graph captured (blocks belong to a
+    stream, a graph has a pool of its own), while a kept buffer could never grow again once a graph holds it. V's tiles
+    alone are kept: they have the size of the KV pool, and memory of that size must be there before requests come
+    (:mod:`.tiles`).
 
     Args:
         config: the settings; ``mode``, ``verify_every`` and what ``sparse_prefill`` reads.
@@ -274,23 +275,25 @@ class Step3:
         if q.shape[0] == 0:  # an idle data-parallel rank; SGLang's own launch would be empty as well
             dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype  # as SGLang's function has it
             return q.new_empty(0, q.shape[1], call["v_cache"].shape[-1], dtype=dtype)
-        return sparse_prefill(
-            call["q"],
-            call["k_cache"],
-            call["v_cache"],
-            call["topk_idx"],
-            call["req_to_token"],
-            call["slot_ids"],
-            # SGLang's backend passes int32; anything else is converted on the device, without a synchronisation.
-            call["cu_seqlens"].to(torch.int32),
-            call["seq_lens"].to(torch.int32),
-            call["prefix_lens"].to(torch.int32),
-            sm_scale=call.get("sm_scale"),
-            k_scale=call.get("k_scale"),
-            v_scale=call.get("v_scale"),
-            page_size=call["block_size_k"],
-            config=self.config,
-        )
+        with tiles.taken(self.config, call["v_cache"]) as (config, value_tiles):
+            return sparse_prefill(
+                call["q"],
+                call["k_cache"],
+                call["v_cache"],
+                call["topk_idx"],
+                call["req_to_token"],
+                call["slot_ids"],
+                # SGLang's backend passes int32; anything else is converted on the device, without a synchronisation.
+                call["cu_seqlens"].to(torch.int32),
+                call["seq_lens"].to(torch.int32),
+                call["prefix_lens"].to(torch.int32),
+                sm_scale=call.get("sm_scale"),
+                k_scale=call.get("k_scale"),
+                v_scale=call.get("v_scale"),
+                page_size=call["block_size_k"],
+                config=config,
+                value_tiles=value_tiles,
+            )
 
     def _verify(self, out: torch.Tensor, native: Native, layer_id: int, call: dict[str, Any]) -> None:
         """Run SGLang's function on the same inputs and log the difference. Synchronises the device."""

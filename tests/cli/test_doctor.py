@@ -44,6 +44,17 @@ def test_all_is_well(machine, capsys):
     assert "would run PageWeaver's Step 3" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("settings", "shown"), [({}, True), ({"ENGINE": "union8"}, False), ({"MODE": "native"}, False)]
+)
+def test_memory_of_the_stream_engine(machine, monkeypatch, settings, shown):
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PAGEWEAVER_{name}", value)
+    found = [finding.found for finding in doctor.diagnose().findings if finding.name == "GPU memory"]
+    assert bool(found) == shown
+    assert all(text.startswith("16 KiB per KV page and KV head of a rank for value tiles") for text in found)
+
+
 def test_json_schema(machine, capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

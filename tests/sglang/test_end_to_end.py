@@ -84,6 +84,7 @@ def test_status_line(outcome):
         "mode pageweaver",
         "window 128",
         "guard window",
+        "value tiles none",
         "TorchNativeAttnBackend",
         "page size 128",
         "sglang 0.5.",
