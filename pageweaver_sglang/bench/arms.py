@@ -15,7 +15,9 @@ from .inputs import Step3Inputs
 from .protocol import Arm, ArmUnavailable, first_line, raise_if_lost
 
 
-def _workspace(sets: Sequence[Step3Inputs], window: int, group_size: int) -> pw.Workspace:
+def _workspace(
+    sets: Sequence[Step3Inputs], window: int, group_size: int, pool_pages: int | None = None
+) -> pw.Workspace:
     """A workspace that fits every set. Sets are alike but for their contents, so the first one gives the sizes."""
     first = sets[0]
     kv_heads, tokens, topk = first.topk_idx.shape
@@ -28,8 +30,13 @@ def _workspace(sets: Sequence[Step3Inputs], window: int, group_size: int) -> pw.
         window=window,
         group_size=group_size,
         dtype=first.q.dtype,
+        pool_pages=pool_pages,
         device=first.q.device,
     )
+
+
+def _pool_pages(inputs: Step3Inputs) -> int:
+    return inputs.v_cache.shape[0] // inputs.page_size
 
 
 def native_step3() -> tuple[Callable[..., torch.Tensor], Any]:
@@ -123,7 +130,8 @@ class PublicArm(Arm):
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Build the kernels if need be and allocate the workspace."""
         self._sets = sets
-        self._space = _workspace(sets, self._config.window, 8)
+        pool_pages = _pool_pages(sets[0]) if self._config.engine == "stream" else None
+        self._space = _workspace(sets, self._config.window, 8, pool_pages)
 
     def call(self, index: int) -> torch.Tensor:
         """One ``sparse_prefill``."""
@@ -135,14 +143,15 @@ class PublicArm(Arm):
 
 
 class Stages:
-    """PageWeaver's three kernels on some input sets, callable one by one.
+    """PageWeaver's kernels on some input sets, callable one by one.
 
     Args:
         sets: input sets of one size.
         window: queries per window.
         group_size: queries per group.
         guard: as in :func:`pageweaver_sglang.regroup`.
-        own_plans: keep one plan per set, so that :meth:`attend` can be called alone, instead of one for all.
+        own_plans: keep a plan and V's tiles for every set, so that :meth:`attend` can be called alone, instead of one
+            of each for all.
         engine: as in :class:`pageweaver_sglang.Config`; None for the default of the group size.
     """
 
@@ -187,10 +196,13 @@ class Stages:
         return self._spaces[index].plan(s.topk_idx.shape[1], len(s.prefix_lens), page_size=s.page_size)
 
     def prepare_unions(self, index: int, perm: torch.Tensor | None) -> pw.UnionPlan:
-        """The union plan of an order (None: the original one), physical pages included."""
+        """The union plan of an order (None: the original one), physical pages and their marks included.
+
+        Calls without :meth:`value_tiles` in between mark the same pages again.
+        """
         from pageweaver_sglang.cuda import ops
 
-        s, plan = self.sets[index], self.plan(index)
+        s, plan, tiles = self.sets[index], self.plan(index), self.tiles(index)
         ops.prepare_unions(
             s.topk_idx,
             perm,
@@ -201,18 +213,45 @@ class Stages:
             window=self.window,
             req_to_token=s.req_to_token,
             slot_ids=s.slot_ids,
-            num_pool_pages=s.k_cache.shape[0] // s.page_size,
+            num_pool_pages=_pool_pages(s),
+            marks=None if tiles is None else tiles.marks,
         )
         return plan
 
-    def attend(self, index: int, plan: pw.UnionPlan) -> torch.Tensor:
-        """Attention over a plan, into the workspace's output."""
+    def tiles(self, index: int) -> pw.ValueTiles | None:
+        """V's tiles in the workspace of set ``index``, as they are; None for an engine that reads V itself."""
         from pageweaver_sglang.cuda import ops
 
-        s = self.sets[index]
+        if (self.engine or ops.default_engine(self.group_size)) != "stream":
+            return None
+        return self._spaces[index].value_tiles(_pool_pages(self.sets[index]))
+
+    def value_tiles(self, index: int) -> pw.ValueTiles | None:
+        """Transpose the pages of V that :meth:`prepare_unions` marked, and clear the marks; nothing without tiles."""
+        from pageweaver_sglang.cuda import ops
+
+        tiles = self.tiles(index)
+        if tiles is not None:
+            ops.value_tiles(self.sets[index].v_cache, tiles)
+        return tiles
+
+    def attend(self, index: int, plan: pw.UnionPlan) -> torch.Tensor:
+        """Attention over a plan and its pages' tiles, into the workspace's output."""
+        from pageweaver_sglang.cuda import ops
+
+        s, tiles = self.sets[index], self.tiles(index)
         out = self._spaces[index].out(len(s.q))
         scale = s.q.shape[-1] ** -0.5
-        ops.union_attention(s.q, s.k_cache, s.v_cache, plan, out, sm_scale=scale, engine=self.engine)
+        ops.union_attention(
+            s.q,
+            s.k_cache,
+            s.v_cache,
+            plan,
+            out,
+            sm_scale=scale,
+            engine=self.engine,
+            tiles=None if tiles is None else tiles.tiles,
+        )
         return out
 
 
@@ -222,7 +261,8 @@ class StagedArm(Arm):
     Args:
         name: the arm's name.
         description: one sentence.
-        timed: a part of ``("regroup", "unions", "attention")`` without gaps.
+        timed: a part of ``("regroup", "unions", "tiles", "attention")`` without gaps. ``tiles`` alone clears the marks
+            that it goes by, so that its call begins with a copy of them (4 bytes per page of the pool).
         window: queries per window.
         group_size: queries per group.
         regrouped: False for the original order.
@@ -250,30 +290,40 @@ class StagedArm(Arm):
             for index, s in enumerate(sets):
                 perm = torch.empty(s.topk_idx.shape[:2], dtype=torch.int32, device=s.topk_idx.device)
                 self._perms[index] = self._stages.regroup(index, perm)
-        if "unions" not in self._timed:
+        self._marks: list[torch.Tensor] = []
+        if "unions" not in self._timed and self._timed != ("regroup",):
             for index, perm in enumerate(self._perms):
                 self._stages.prepare_unions(index, perm)
+                if "tiles" in self._timed and (tiles := self._stages.tiles(index)) is not None:
+                    self._marks.append(tiles.marks.clone())
+                self._stages.value_tiles(index)
         torch.cuda.synchronize()
 
     def call(self, index: int) -> torch.Tensor:
         """The timed stages."""
-        perm, plan = self._perms[index], None
+        perm, plan, tiles = self._perms[index], None, None
         if "regroup" in self._timed:
             perm = self._stages.regroup(index)
         if "unions" in self._timed:
             plan = self._stages.prepare_unions(index, perm)
+        if "tiles" in self._timed:
+            if self._marks:
+                self._stages.tiles(index).marks.copy_(self._marks[index])
+            tiles = self._stages.value_tiles(index)
         if "attention" in self._timed:
             return self._stages.attend(index, plan or self._stages.plan(index))
+        if tiles is not None:
+            return tiles.tiles
         return plan.pages if plan is not None else perm
 
     def release(self) -> None:
         """Free what ``prepare`` made."""
-        del self._stages, self._perms
+        del self._stages, self._perms, self._marks
 
 
 def comparison_arms() -> list[Arm]:
     """Whole Step 3 calls, the arms of the README's table."""
-    whole = ("unions", "attention")
+    whole = ("unions", "tiles", "attention")
     arms: list[Arm] = [
         NativeArm(),
         StagedArm("union4", "original order, groups of 4", whole, group_size=4, regrouped=False),
@@ -306,6 +356,7 @@ def stage_arms() -> list[Arm]:
         StagedArm("regroup-w128", "regroup kernel, windows of 128", ("regroup",)),
         StagedArm("unions-original", "union preparation kernel, original order", ("unions",), regrouped=False),
         StagedArm("unions-w128", "union preparation kernel, order of windows of 128", ("unions",)),
+        StagedArm("value-tiles", "value tile kernel: V's picked pages transposed", ("tiles",), regrouped=False),
         StagedArm("attention-original", "attention kernel, original order", ("attention",), regrouped=False),
         StagedArm("attention-w64", "attention kernel, order of windows of 64", ("attention",), window=64),
         StagedArm("attention-w128", "attention kernel, order of windows of 128", ("attention",)),

@@ -15,7 +15,7 @@ from .protocol import Arm
 
 
 class OfflineArm(Arm):
-    """Unions and attention in a given order; the search is not in the call.
+    """Unions, V's tiles and attention in a given order; the search is not in the call.
 
     Args:
         name: the arm's name.
@@ -32,8 +32,10 @@ class OfflineArm(Arm):
         self._perm = self._order.perm.to(sets[0].q.device)
 
     def call(self, index: int) -> torch.Tensor:
-        """Unions, attention."""
-        return self._stages.attend(index, self._stages.prepare_unions(index, self._perm))
+        """Unions, V's tiles, attention."""
+        plan = self._stages.prepare_unions(index, self._perm)
+        self._stages.value_tiles(index)
+        return self._stages.attend(index, plan)
 
     def notes(self) -> dict[str, Any]:
         """What the search took on the CPU."""
@@ -64,12 +66,13 @@ class ReorderedArm(OfflineArm):
         self._stages = Stages(moved, window=128, group_size=8)
 
     def call(self, index: int) -> torch.Tensor:
-        """Move rows, unions, attention, move the output back."""
+        """Move rows, unions, V's tiles, attention, move the output back."""
         source = self._sources[index]
         _move(source.q, self._perm, self._q)
         for head, perm in enumerate(self._perm):
             torch.index_select(source.topk_idx[head], 0, perm, out=self._topk[head])
         plan = self._stages.prepare_unions(index, None)
+        self._stages.value_tiles(index)
         # The rows' positions in the request moved with them.
         plan.limits.copy_(self._limits)
         _move(self._stages.attend(index, plan), self._inverse, self._out)

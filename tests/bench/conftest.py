@@ -80,12 +80,25 @@ def reference_kernels(monkeypatch):
         )
         for name in ("pages", "masks", "counts", "queries", "limits"):
             getattr(plan, name).copy_(getattr(made, name))
+        if pool["marks"] is not None:
+            pool["marks"].fill_(plan.page_size)
         where.update(req_to_token=pool["req_to_token"], slot_ids=pool["slot_ids"], cu_seqlens=cu_seqlens)
 
-    def union_attention(q, k_cache, v_cache, plan, out, **scales):
+    def value_tiles(v_cache, tiles):
+        """As the kernel, without the transposition."""
+        pages = v_cache.view(torch.uint8).view(-1, 128, *v_cache.shape[1:]).permute(2, 0, 1, 3).flatten(2)
+        marked = tiles.marks > 0
+        tiles.tiles[marked] = pages[marked]
+        tiles.marks.zero_()
+
+    def union_attention(q, k_cache, v_cache, plan, out, *, engine=None, tiles=None, **scales):
+        assert (tiles is None) == ((engine or ops.default_engine(plan.group_size)) == "union8")
+        if tiles is not None:  # V from nowhere else
+            pages = tiles.unflatten(2, (plan.page_size, -1)).permute(1, 2, 0, 3)
+            v_cache = pages.reshape(v_cache.shape).view(v_cache.dtype)
         attend_plan(q, k_cache, v_cache, plan, out, **where)
 
-    for function in (regroup, prepare_unions, union_attention):
+    for function in (regroup, prepare_unions, value_tiles, union_attention):
         monkeypatch.setattr(ops, function.__name__, function)
     monkeypatch.setattr(compare, "DEVICE", "cpu")
     monkeypatch.setattr(compare, "unusable_gpu", lambda: None)

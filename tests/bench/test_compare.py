@@ -90,12 +90,21 @@ def test_kernels_that_cannot_be_built(no_gpu, workload_file, capsys, monkeypatch
     assert "GPU part not run: PageWeaver's kernels can't be built" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("timed", [("regroup",), ("unions",), ("attention",), ("unions", "attention")])
+TIMED = [("regroup",), ("unions",), ("tiles",), ("attention",), ("unions", "tiles", "attention")]
+
+
+@pytest.mark.parametrize("timed", TIMED)
 def test_staged_arm_calls_what_it_times(no_gpu, workload_file, monkeypatch, timed):
     from pageweaver_sglang.cuda import ops
 
     called = []
-    for stage, name in (("regroup", "regroup"), ("unions", "prepare_unions"), ("attention", "union_attention")):
+    names = {
+        "regroup": "regroup",
+        "unions": "prepare_unions",
+        "tiles": "value_tiles",
+        "attention": "union_attention",
+    }
+    for stage, name in names.items():
         inner = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *a, s=stage, f=inner, **k: (called.append(s), f(*a, **k))[1])
     workload = pw.load_workload(workload_file)
@@ -105,6 +114,34 @@ def test_staged_arm_calls_what_it_times(no_gpu, workload_file, monkeypatch, time
     arm.call(1)
     assert tuple(called) == timed
     arm.release()
+
+
+def test_value_tiles_alone_do_the_same_work_every_time(no_gpu, workload_file, monkeypatch):
+    """The kernel clears the marks that it goes by."""
+    from pageweaver_sglang.cuda import ops
+
+    marked, inner = [], ops.value_tiles
+
+    def count(v_cache, tiles):
+        marked.append(int((tiles.marks > 0).sum()))
+        inner(v_cache, tiles)
+
+    monkeypatch.setattr(ops, "value_tiles", count)
+    arm = arms.StagedArm("x", "", ("tiles",))
+    arm.prepare([make_inputs(pw.load_workload(workload_file), "cpu")])
+    for _ in range(3):
+        arm.call(0)
+    assert marked == [marked[0]] * 4
+    assert marked[0] > 0
+
+
+def test_groups_of_four_have_no_tiles(no_gpu, workload_file, monkeypatch):
+    from pageweaver_sglang.cuda import ops
+
+    monkeypatch.setattr(ops, "value_tiles", lambda *arguments: pytest.fail("called"))
+    arm = arms.StagedArm("x", "", ("unions", "tiles", "attention"), group_size=4)
+    arm.prepare([make_inputs(pw.load_workload(workload_file), "cpu")])
+    arm.call(0)
 
 
 @pytest.mark.sglang

@@ -52,7 +52,7 @@ def test_whole_run(reference_kernels, no_ceilings, small_workload, tmp_path, cap
         assert arm["rates"]["bytes_delivered"] == arm["counts"]["visits"] * 2 * 128 * 128
     assert report["arms"]["offline-w512"]["notes"]["search_s"] > 0
     assert len(report["savings"]) == 8
-    assert set(report["stages"]) >= {"regroup-w64", "attention-w128"}
+    assert set(report["stages"]) >= {"regroup-w64", "value-tiles", "attention-w128"}
     assert report["sets"] == len(report["seeds"]) > 1
     assert report["environment"]["versions"]["torch"] == torch.__version__
     assert report["ceilings"]["copy_tb_s"] == 4.0
