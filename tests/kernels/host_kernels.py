@@ -49,7 +49,8 @@ class _Lengths(ctypes.Structure):
 
 
 class _PlanPtrs(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("pages", "masks", "counts", "queries", "limits", "slots", "queue")]
+    _names = ("pages", "masks", "counts", "queries", "limits", "slots", "queue", "marks")
+    _fields_ = [(name, ctypes.c_void_p) for name in _names]
 
 
 def compile_library(folder: Path, *flags: str, kernels: Path = KERNELS) -> Path:
@@ -112,9 +113,12 @@ class HostKernels:
 
     def union_prep(
         self, topk, perm, cu_seqlens, seq_lens, prefix_lens, *, groups, window=128, group_size=8, page_size=128,
-        req_to_token=None, slot_ids=None, num_pool_pages=0, seed=0,
+        req_to_token=None, slot_ids=None, num_pool_pages=0, marks=None, seed=0,
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """The arrays of a UnionPlan by name, for ``groups`` rows per KV head; ``slots`` only with ``req_to_token``."""
+        """The arrays of a UnionPlan by name, for ``groups`` rows per KV head; ``slots`` only with ``req_to_token``.
+
+        ``marks``, int32 [kv_heads, num_pool_pages], is what they hold before; the result's are a copy.
+        """
         cu_seqlens, prefix_lens, seq_lens = _int32(cu_seqlens), _int32(prefix_lens), _int32(seq_lens)
         heads, tokens, k = topk.shape
         lengths = _Lengths(_address(cu_seqlens), _address(prefix_lens), _address(seq_lens), len(prefix_lens), tokens)
@@ -136,6 +140,9 @@ class HostKernels:
             rows, positions = req_to_token.shape
             stride = req_to_token.strides[0] // 4
             assert slot_ids.dtype in (np.int32, np.int64)
+        if marks is not None:
+            assert marks.shape == (heads, num_pool_pages)
+            plan["marks"] = _int32(marks).copy()
         pointers = _PlanPtrs(**{name: _address(array) for name, array in plan.items()})
         self._lib.host_set_seed(ctypes.c_uint64(seed))
         code = self._lib.host_union_prep(

@@ -75,11 +75,28 @@ def expected_slots(plan, topk_arguments, *, req_to_token, slot_ids, num_pool_pag
     return slots
 
 
+def expected_marks(plan, topk_arguments, before, *, page_size):
+    """What the marks must be: over the pages that some group can read, the most tokens that a request has there."""
+    cu_seqlens, seq_lens = topk_arguments[2:4]
+    marks = before.copy()
+    for head, group, entry in np.argwhere(plan["slots"] >= 0):
+        members = plan["queries"][head, group]
+        request = int(np.searchsorted(cu_seqlens, members[members >= 0][0], side="right")) - 1
+        tokens = min(page_size, int(seq_lens[request]) - int(plan["pages"][head, group, entry]) * page_size)
+        slot = plan["slots"][head, group, entry]
+        marks[head, slot] = max(marks[head, slot], tokens)
+    return marks
+
+
 def assert_matches(kernels, arguments, *, pool=None, extra_groups=3, seed=0, **options):
     """Compare with the reference, spare groups included; ``pool``: also look up physical pages. Return the plan."""
     options = {"window": 128, "group_size": 8, "page_size": 128, **options}
     topk, prefix_lens = arguments[0], arguments[4]
     groups = group_bound(topk.shape[1], len(prefix_lens), options["window"], options["group_size"])
+    if pool:  # the same plan whether pages are marked or not
+        before = np.zeros((len(topk), pool["num_pool_pages"]), np.int32)
+        plain = kernels.union_prep(*arguments, groups=groups + extra_groups, seed=seed, **options, **pool)
+        pool = {**pool, "marks": before}
     plan = kernels.union_prep(*arguments, groups=groups + extra_groups, seed=seed, **options, **(pool or {}))
     for name, right in reference(*arguments, **options).items():
         assert plan[name].dtype == right.dtype
@@ -88,8 +105,12 @@ def assert_matches(kernels, arguments, *, pool=None, extra_groups=3, seed=0, **o
         assert (plan[name][:, groups:] == spare).all(), name
     assert plan["queue"].tolist() == [0, 0]
     if pool:
+        assert all((plan[name] == array).all() for name, array in plain.items())
+        del pool["marks"]
         right = expected_slots(plan, arguments, **pool, page_size=options["page_size"])
         np.testing.assert_array_equal(plan["slots"], right)
+        right = expected_marks(plan, arguments, before, page_size=options["page_size"])
+        np.testing.assert_array_equal(plan["marks"], right)
     return plan
 
 
@@ -272,6 +293,58 @@ def test_physical_pages_that_cannot_be_read(kernels, dtype):
     assert plan["slots"][0, 0, :16].tolist() == [0, 1, 2, 3] + [-1] * 12
 
 
+def shared_page():
+    """Arguments and pool of two requests of 300 and 270 tokens whose third pages are one: 44 and 14 tokens of it."""
+    topk = np.tile(np.array([0, 1, 2, 3], np.int32), (2, 24, 1))
+    topk[1, :, 2] = -1  # the second head picks only what is the requests' own, and nothing behind their ends
+    table = np.zeros((2, 4 * 128), np.int32)
+    for row, pages in enumerate(([4, 1, 7, 9], [2, 5, 7, 8])):
+        table[row] = (np.array(pages)[:, None] * 128 + np.arange(128)).reshape(-1)
+    pool = {"req_to_token": table, "slot_ids": np.arange(2), "num_pool_pages": 10}
+    return (topk, None, [0, 16, 24], [300, 270], [284, 262]), pool
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_marks_say_how_many_tokens_of_a_page_belong_to_a_request(kernels, seed, swapped):
+    """The longer request decides, whoever comes first, and unread pages keep what they have."""
+    (topk, perm, cu_seqlens, seq_lens, prefix_lens), pool = shared_page()
+    if swapped:
+        cu_seqlens, seq_lens, prefix_lens = [0, 8, 24], seq_lens[::-1], prefix_lens[::-1]
+        pool["slot_ids"] = pool["slot_ids"][::-1].copy()
+    arguments = (topk, perm, cu_seqlens, seq_lens, prefix_lens)
+    plan = assert_matches(kernels, arguments, pool=pool, seed=seed)
+    marks = np.zeros((2, 10), np.int32)
+    marks[:, [4, 1, 2, 5]] = 128
+    marks[0, 7] = 44
+    np.testing.assert_array_equal(plan["marks"], marks)
+    # Marks only rise: a page that is wholly some request's stays so.
+    before = np.zeros((2, 10), np.int32)
+    before[0] = [3, 0, 0, 0, 0, 0, 0, 128, 0, 128]
+    plan = kernels.union_prep(*arguments, groups=6, marks=before, seed=seed, **pool)
+    np.testing.assert_array_equal(plan["marks"], np.maximum(marks, before))
+
+
+def test_pages_that_cannot_be_read_are_not_marked(kernels):
+    (topk, perm, *lengths), pool = shared_page()
+    pool["req_to_token"][0, 128] = 128 + 1  # begins no page
+    pool["req_to_token"][1, 0] = 10 * 128  # behind the pool
+    plan = assert_matches(kernels, (topk, perm, *lengths), pool=pool)
+    assert sorted(np.flatnonzero(plan["marks"][0])) == [4, 5, 7]
+    pool["slot_ids"] = np.array([2, -1])  # no rows of the table
+    plan = assert_marks_nothing(kernels, (topk, perm, *lengths), pool)
+    assert (plan["slots"] == -1).all()
+    padding = (np.zeros((1, 24, 4), np.int32), None, [0, 0, 0], [300, 270], [300, 270])
+    assert_marks_nothing(kernels, padding, {**pool, "slot_ids": np.arange(2)})
+
+
+def assert_marks_nothing(kernels, arguments, pool):
+    before = np.full((len(arguments[0]), pool["num_pool_pages"]), 5, np.int32)
+    plan = kernels.union_prep(*arguments, groups=6, marks=before, **pool)
+    np.testing.assert_array_equal(plan["marks"], before)
+    return plan
+
+
 def test_strided_topk(kernels):
     """Head and row strides, and rows whose start is not a multiple of 16 bytes."""
     rng = np.random.default_rng(2)
@@ -328,6 +401,7 @@ def test_no_access_out_of_bounds(kernels, tmp_path):
         groups = group_bound(topk.shape[1], len(lengths[2]), options["window"], options["group_size"])
         table = rng.integers(-5, 1 << 20, (len(lengths[2]), 300)).astype(np.int32)
         pool = {"req_to_token": table, "slot_ids": np.arange(len(table)), "num_pool_pages": 500}
+        pool["marks"] = np.zeros((len(topk), 500), np.int32)
         options = {**options, **pool, "groups": groups}
         arguments = (topk, perm, *lengths)
         cases.append(("union_prep", arguments, options, kernels.union_prep(*arguments, **options)))
@@ -340,6 +414,7 @@ def test_no_access_out_of_bounds(kernels, tmp_path):
             "window": 64,
             **pool,
             "slot_ids": np.zeros(requests, int),
+            "marks": np.zeros((2, 500), np.int32),
         }
         cases.append(("union_prep", arguments, options, kernels.union_prep(*arguments, **options)))
     result = run_sanitized(compile_library(tmp_path, *SANITIZERS), cases)

@@ -445,6 +445,13 @@ T atomicAdd(T* address, T value) {
   return old;
 }
 template <class T>
+T atomicMax(T* address, T value) {
+  shim::switch_point();
+  const T old = *address;
+  shim::store_atomically(address, std::max(old, value));
+  return old;
+}
+template <class T>
 T atomicCAS(T* address, T expected, T desired) {
   shim::switch_point();
   const T old = *address;

@@ -4,7 +4,7 @@
 #include "union_prep.cuh"
 
 // host_kernels.py spells both structs out for ctypes.
-static_assert(sizeof(pw::PlanPtrs) == 7 * sizeof(void*), "_PlanPtrs in host_kernels.py");
+static_assert(sizeof(pw::PlanPtrs) == 8 * sizeof(void*), "_PlanPtrs in host_kernels.py");
 static_assert(sizeof(pw::Lengths) == 3 * sizeof(void*) + 2 * sizeof(int), "_Lengths in host_kernels.py");
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
