@@ -6,6 +6,7 @@ import torch
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.plan import UnionPlan
+from pageweaver_sglang.value_tiles import ValueTiles
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -20,14 +21,23 @@ def attend(
     perm=None,
     engine: str | None = None,
 ) -> torch.Tensor:
-    """Run regroup (window None: original order), union prep and attention; the output starts as NaN."""
+    """Run regroup (window None: original order), union prep, value tiles (for an engine that reads them) and attention.
+
+    The output starts as NaN, and so do the tiles, which makes one show that is read and was not marked.
+    """
     from pageweaver_sglang.cuda import ops
 
     if window is not None and perm is None:
         perm = pw.regroup(
             case.topk_idx, case.cu_seqlens, case.prefix_lens, window=window, group_size=group_size, guard=guard
         )
-    plan = plan_with_slots(case, perm, window=window or 128, group_size=group_size)
+    tiles = None
+    if (engine or ops.default_engine(group_size)) == "stream":
+        tiles = poisoned_tiles(case.v_cache)
+    marks = None if tiles is None else tiles.marks
+    plan = plan_with_slots(case, perm, window=window or 128, group_size=group_size, marks=marks)
+    if tiles is not None:
+        ops.value_tiles(case.v_cache, tiles)
     if out is None:
         out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
     ops.union_attention(
@@ -40,11 +50,21 @@ def attend(
         k_scale=getattr(case, "k_scale", None),
         v_scale=getattr(case, "v_scale", None),
         engine=engine,
+        tiles=None if tiles is None else tiles.tiles,
     )
     return out
 
 
-def plan_with_slots(case, perm, *, window: int = 128, group_size: int = 8) -> UnionPlan:
+def poisoned_tiles(v_cache: torch.Tensor, byte: int = 0x7F) -> ValueTiles:
+    """Tiles for a cache's pool, no page marked, every byte ``byte`` (0x7F: NaN)."""
+    tiles = ValueTiles.empty(v_cache.shape[1], v_cache.shape[0] // 128, device=v_cache.device)
+    tiles.tiles.fill_(byte)
+    return tiles
+
+
+def plan_with_slots(
+    case, perm, *, window: int = 128, group_size: int = 8, marks: torch.Tensor | None = None
+) -> UnionPlan:
     """Build the plan that the attention kernel reads, over poisoned arrays (so that every entry must be written)."""
     from pageweaver_sglang.cuda import ops
 
@@ -75,6 +95,7 @@ def plan_with_slots(case, perm, *, window: int = 128, group_size: int = 8) -> Un
         req_to_token=case.req_to_token,
         slot_ids=case.slot_ids,
         num_pool_pages=case.k_cache.shape[0] // 128,
+        marks=marks,
     )
     return plan
 

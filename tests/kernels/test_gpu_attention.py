@@ -207,7 +207,10 @@ def test_recorded_server_call():
 def test_workspace_call_neither_allocates_nor_synchronises():
     case = make_case("packed", seed=11, device="cuda")
     kv_heads, tokens, k = case.topk_idx.shape
-    workspace = pw.Workspace(tokens + 100, 16, kv_heads=kv_heads, topk=k, q_heads=case.q.shape[1], device="cuda")
+    pool_pages = case.k_cache.shape[0] // 128 + 5
+    workspace = pw.Workspace(
+        tokens + 100, 16, kv_heads=kv_heads, topk=k, q_heads=case.q.shape[1], pool_pages=pool_pages, device="cuda"
+    )
     expected = pw.sparse_prefill(*case.args(), workspace=workspace).clone()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -265,7 +268,14 @@ def test_graph_replay_with_other_contents(mode):
     arguments = [buffers[name] for name in order]
     config = MODES[mode]
     workspace = pw.Workspace(
-        tokens, requests, kv_heads=kv_heads, topk=k, q_heads=first.q.shape[1], window=config.window, device="cuda"
+        tokens,
+        requests,
+        kv_heads=kv_heads,
+        topk=k,
+        q_heads=first.q.shape[1],
+        window=config.window,
+        pool_pages=pool // 128,
+        device="cuda",
     )
     fill(first)
     pw.sparse_prefill(*arguments, config=config, workspace=workspace)
@@ -280,6 +290,7 @@ def test_graph_replay_with_other_contents(mode):
         n = case.q.shape[0]
         assert same_bits(captured[:n], attend(case, window=None))
         assert bool((captured[n:] == 0).all()), "padding rows are zero"
+        assert not bool(workspace.value_tiles(pool // 128).marks.any()), "the next replay begins without marks"
 
 
 def test_unsupported_calls_are_refused_by_name():

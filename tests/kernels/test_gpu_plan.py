@@ -110,9 +110,11 @@ def test_cases(name, seed):
     lengths = (cpu_case.cu_seqlens, cpu_case.seq_lens, cpu_case.prefix_lens)
     for group_size in (8, 4):
         cpu = pw.reference.prepare_unions(cpu_case.topk_idx, on_cpu, *lengths, group_size=group_size)
-        gpu = plan_with_slots(case, on_gpu.cuda(), group_size=group_size)
+        marks = torch.zeros(case.k_cache.shape[1], case.k_cache.shape[0] // 128, dtype=torch.int32, device="cuda")
+        gpu = plan_with_slots(case, on_gpu.cuda(), group_size=group_size, marks=marks)
         assert_same_plan(gpu, cpu)
         assert_slots_follow_the_table(gpu, cpu_case)
+        assert_marks_are_the_listed_pages(marks.cpu(), gpu, cpu_case)
 
 
 def assert_slots_follow_the_table(plan, case):
@@ -127,6 +129,20 @@ def assert_slots_follow_the_table(plan, case):
         listed = pages[head, group, :count].long()
         assert torch.equal(slots[head, group, :count], row[listed * 128] // 128)
     assert bool((slots[pages < 0] == -1).all())
+
+
+def assert_marks_are_the_listed_pages(marks, plan, case):
+    """Every page in ``slots`` and no other is marked, with its request's tokens (these cases share no page)."""
+    pages, slots, queries = plan.pages.cpu(), plan.slots.cpu(), plan.queries.cpu()
+    request_of = torch.bucketize(torch.arange(case.q.shape[0]), case.cu_seqlens[1:].long(), right=True)
+    expected = torch.zeros_like(marks)
+    for head, group in (plan.counts.cpu() > 0).nonzero().tolist():
+        members = queries[head, group]
+        length = case.seq_lens[request_of[members[members >= 0][0].long()]]
+        listed = slots[head, group] >= 0
+        tokens = (length - pages[head, group, listed] * 128).clamp(max=128)
+        expected[head, slots[head, group, listed].long()] = tokens.int()
+    assert torch.equal(marks, expected)
 
 
 @pytest.mark.parametrize("row", [-1, 7, 2**31, -(2**62)])
