@@ -154,12 +154,13 @@ __device__ __forceinline__ void transpose_v(const uint8_t* v, uint8_t* vt, int w
 
 // Softmax of the two rows (heads g and g + 8 of the warp's query) that a thread holds parts of.
 struct RowState {
-  float reference = kMasked;  // whole number; logits (base 2, scaled) exceed it by 2.8 at most
+  float reference = kMasked;  // logits (base 2, scaled) exceed it by 2.8 at most
   float sum = 0.0f;           // this thread's part, scaled by 2^kProbabilityScaleLog2
 };
 
 constexpr int kHalfPage = RowTile::kPageSize / 2;
 constexpr int kHalfSteps = kHalfPage / 32;  // k32 steps of P V
+constexpr int kHalfAccumulators = ptx::kAccumulators / 2;
 
 // The functions below work on half a page of a warp's logits: s[kFirst] to s[kFirst + 31], 64 keys. Row r of the thread's pair has
 // accumulators 4j + 2r and 4j + 2r + 1, keys 8j + 2q and 8j + 2q + 1.
@@ -219,7 +220,7 @@ __device__ __forceinline__ void raise_references(const float (&s)[kCount], RowSt
     for (int j = 0; j < 8; ++j) most = fmaxf(most, fmaxf(s[kFirst + 4 * j + 2 * r], s[kFirst + 4 * j + 2 * r + 1]));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale[r];
-    const float reference = fmaxf(state[r].reference, ceilf(fmaf(fabsf(most), kReferenceRoundUp, most)));
+    const float reference = fmaxf(state[r].reference, fmaf(fabsf(most), kReferenceRoundUp, most));
     correction[r] = ptx::exp2_approx(state[r].reference - reference);
     state[r].sum *= correction[r];
     state[r].reference = reference;
@@ -284,16 +285,6 @@ __device__ __forceinline__ void issue_logits(float (&logits)[ptx::kAccumulators]
 #pragma unroll
   for (int step = 1; step < RowTile::kHeadDim / 32; ++step)
     ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStepK32, k_descriptor + step * ptx::kDescriptorStepK32);
-}
-
-// The same for keys 64 kHalf to 64 kHalf + 63 of the page alone.
-template <int kHalf>
-__device__ __forceinline__ void issue_half_logits(float (&logits)[ptx::kHalfAccumulators], uint64_t q_descriptor, uint64_t k_descriptor) {
-  k_descriptor += kHalf * (kHalfPage * RowTile::kHeadDim >> 4);
-  ptx::wgmma_m64n64k32_ss<false>(logits, q_descriptor, k_descriptor);
-#pragma unroll
-  for (int step = 1; step < RowTile::kHeadDim / 32; ++step)
-    ptx::wgmma_m64n64k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStepK32, k_descriptor + step * ptx::kDescriptorStepK32);
 }
 
 // Issues O += P V of one page, P as the fragments of its two halves. The caller has fenced; it commits.

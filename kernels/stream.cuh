@@ -13,18 +13,17 @@
 //             [own page]   on k_ready's parity tells it from the page before
 //                          in the same slot, which the consumer may have
 //                          skipped
-//   slot_free [stage]      all consumers that have a member are done with it   the loading warp
+//   k_free, v_free [stage] all consumers that have a member are done with it   the loading warp
 //   drawn     [draw]       a group's number is written                         the quantising warps
 //   read      [draw]       they have read it                                   the loading warp
 //   ready     [group slot] the group's queries are quantised, its first        consumers
 //                          pages known
 //   done      [group slot] all consumer warps are past the group's last S      the loading warp and the quantising warps
 //
-// A consumer works on half pages of 64 keys, a and b, and keeps the tensor cores two steps ahead of its softmax:
-//
-//   tensor cores   | S_b(n), P V(n - 1)            | S_a(n + 1)           | S_b(n + 1), P V(n)           |
-//   softmax        | probabilities of S_a(n)       | of S_b(n)            | of S_a(n + 1)                |
-//                                                  wait; free slot n - 1  wait
+// Timeline of a consumer, pages n and n + 1 its own:
+//   wait k_ready(n + 1), v_ready(n) | issue S(n + 1), P V(n) | wait S | probabilities of n + 1, first half | wait P V | free K(n + 1), V(n) |
+//   raise references if need be, second half, round P
+// The softmax of one consumer runs while the tensor cores work for the other.
 #pragma once
 
 #include "attention.cuh"
@@ -48,8 +47,8 @@ struct StreamTraits {
   // setmaxnreg deals the registers of the launch (168 a thread in three warpgroups: 504) out anew. A sum above that would hang: the
   // last warpgroup waits for registers that nobody gives back.
   static constexpr int kLaunchRegisters = 168;
-  static constexpr int kProducerRegisters = 72;
-  static constexpr int kConsumerRegisters = 216;
+  static constexpr int kProducerRegisters = 88;
+  static constexpr int kConsumerRegisters = 208;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters,
                 "more registers than the launch gives");
   static_assert(kGroupSize <= 8 && kMaxUnion % 32 == 0, "masks are bytes; whole chunks");
@@ -101,10 +100,12 @@ struct alignas(1024) StreamSharedStorage {
   uint8_t vt[Traits::kStages][RowTile::kTileBytes];
   uint8_t q[Traits::kGroupSlots][Traits::kConsumers][RowTile::kQBytes];
   ListedPage list[Traits::kMaxUnion];  // the loading warp's own
+  uint8_t distance[Traits::kMaxUnion][Traits::kConsumers];
   StreamGroup<Traits> groups[Traits::kGroupSlots];
   NextPage next[Traits::kStages][Traits::kConsumers];
   int32_t draws[Traits::kDraws];
-  uint64_t k_ready[Traits::kStages], v_ready[Traits::kStages], slot_free[Traits::kStages];
+  uint64_t k_ready[Traits::kStages], v_ready[Traits::kStages];
+  uint64_t k_free[Traits::kStages], v_free[Traits::kStages];
   uint64_t issued[Traits::kConsumers][Traits::kIssued];
   uint64_t ready[Traits::kGroupSlots], done[Traits::kGroupSlots];
   uint64_t drawn[Traits::kDraws], read[Traits::kDraws];
@@ -190,41 +191,105 @@ struct GroupQueue {
   }
 };
 
-// The group's pages that somebody sees, in the order of the union, and who is a member of which.
+// Writes the list of the group's pages that somebody sees, in the order of the union, and for each page and consumer the distance to
+// the next page that has a member of the consumer (0: none). Returns the number of pages; first[c]: first page of consumer c, or -1.
 template <class Traits>
-struct PageList {
+__device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, StreamSharedStorage<Traits>& shared, int lane,
+                                          int (&first)[Traits::kConsumers]) {
   int count = 0;
-  uint32_t own[Traits::kConsumers][Traits::kChunks] = {};  // bit: page 32 i + b of the list has a member of the consumer
-
-  __device__ __forceinline__ void write(const GroupPages<Traits>& group, ListedPage* list, int lane) {
-    __syncwarp();  // the last group's list has been read
+  __syncwarp();  // the last group's list has been read
 #pragma unroll
-    for (int i = 0; i < Traits::kChunks; ++i) {
-      const bool seen = group.mask[i] != 0;
-      const uint32_t all = __ballot_sync(~0u, seen);
-      if (seen)
-        list[count + __popc(all & ((1u << lane) - 1))] = {group.slot[i], static_cast<uint32_t>(group.page[i]) << NextPage::kPageShift | group.mask[i]};
-      count += __popc(all);
-    }
-    __syncwarp();
+  for (int i = 0; i < Traits::kChunks; ++i) {
+    const bool seen = group.mask[i] != 0;
+    const uint32_t all = __ballot_sync(~0u, seen);
+    if (seen)
+      shared.list[count + __popc(all & ((1u << lane) - 1))] = {group.slot[i],
+                                                               static_cast<uint32_t>(group.page[i]) << NextPage::kPageShift | group.mask[i]};
+    count += __popc(all);
+  }
+  __syncwarp();
+  int next[Traits::kConsumers];  // the first page of each consumer behind the chunk
 #pragma unroll
-    for (int i = 0; i < Traits::kChunks; ++i) {
-      const ListedPage page = 32 * i + lane < count ? list[32 * i + lane] : ListedPage{0, 0};
+  for (int c = 0; c < Traits::kConsumers; ++c) next[c] = -1;
+#pragma unroll 1
+  for (int begin = (count - 1) / 32 * 32; begin >= 0; begin -= 32) {
+    const int entry = begin + lane;
+    const ListedPage page = entry < count ? shared.list[entry] : ListedPage{0, 0};
 #pragma unroll
-      for (int c = 0; c < Traits::kConsumers; ++c) own[c][i] = __ballot_sync(~0u, page.members(c) != 0);
+    for (int c = 0; c < Traits::kConsumers; ++c) {
+      const uint32_t own = __ballot_sync(~0u, page.members(c) != 0);
+      const uint32_t later = lane == 31 ? 0 : own & (~0u << (lane + 1));
+      const int following = later != 0 ? begin + __ffs(later) - 1 : next[c];
+      if (entry < count) shared.distance[entry][c] = following < 0 ? 0 : following - entry;
+      if (own != 0) next[c] = begin + __ffs(own) - 1;
     }
   }
-
-  // First page of consumer c from number `from` on; -1: none.
-  __device__ __forceinline__ int find(int c, int from) const {
-    int found = -1;
 #pragma unroll
-    for (int i = Traits::kChunks - 1; i >= 0; --i) {
-      const int shift = max(from - 32 * i, 0);
-      const uint32_t left = shift < 32 ? own[c][i] & (~0u << shift) : 0;
-      if (left != 0) found = 32 * i + __ffs(left) - 1;
+  for (int c = 0; c < Traits::kConsumers; ++c) first[c] = next[c];
+  __syncwarp();
+  return count;
+}
+
+// One thread's work: copies the listed pages into the ring. V of a page is issued after K of the next: a consumer needs it a page
+// later, and frees it a page later.
+template <class Traits>
+struct PageCopier {
+  const CUtensorMap& k_map;
+  StreamSharedStorage<Traits>& shared;
+  RingPosition<Traits::kStages> k_ring, v_ring;
+  RingPosition<Traits::kIssued> issued[Traits::kConsumers];
+  uint32_t loaded = 0;  // pages whose K has been issued
+
+  __device__ __forceinline__ NextPage describe(int c, int entry, int distance) const {
+    const ListedPage page = shared.list[entry + distance];
+    const uint32_t far = distance > Traits::kStages ? NextPage::kFar : 0;
+    return {loaded + distance, page.page_and_mask >> NextPage::kPageShift << NextPage::kPageShift | far | page.members(c)};
+  }
+
+  // Consumers without a member skip the page.
+  __device__ __forceinline__ void free_for_others(uint64_t* barrier, const ListedPage& page) const {
+#pragma unroll
+    for (int c = 0; c < Traits::kConsumers; ++c)
+      if (page.members(c) == 0) ptx::mbarrier_arrive_many(barrier, RowTile::kWarps);
+  }
+
+  __device__ __forceinline__ void copy_k(int entry, int kv_head) {
+    const int s = k_ring.stage;
+    const ListedPage page = shared.list[entry];
+    NextPage following[Traits::kConsumers];
+#pragma unroll
+    for (int c = 0; c < Traits::kConsumers; ++c) {
+      const int distance = shared.distance[entry][c];
+      following[c] = distance == 0 ? NextPage{0, 0} : describe(c, entry, distance);
     }
-    return found;
+    ptx::mbarrier_wait(&shared.k_free[s], k_ring.phase ^ 1);  // a barrier that was never used counts as free
+    // v_ready's parity tells a page only from the one before it in the same slot, which a consumer may have skipped: it has landed
+    // before any consumer can hear of this one.
+    ptx::mbarrier_wait(&shared.v_ready[s], k_ring.phase ^ 1);
+#pragma unroll
+    for (int c = 0; c < Traits::kConsumers; ++c) shared.next[s][c] = following[c];
+    ptx::mbarrier_arrive_expect_tx(&shared.k_ready[s], RowTile::kTileBytes);
+    ptx::tma_load_3d(shared.k[s], &k_map, 0, kv_head, page.slot * RowTile::kPageSize, &shared.k_ready[s]);
+#pragma unroll
+    for (int c = 0; c < Traits::kConsumers; ++c) {
+      if (page.members(c) != 0) {
+        ptx::mbarrier_arrive(&shared.issued[c][issued[c].stage]);
+        issued[c].advance();
+      }
+    }
+    free_for_others(&shared.k_free[s], page);
+    k_ring.advance();
+    ++loaded;
+  }
+
+  __device__ __forceinline__ void copy_v(int entry, const uint8_t* tiles) {
+    const int s = v_ring.stage;
+    const ListedPage page = shared.list[entry];
+    ptx::mbarrier_wait(&shared.v_free[s], v_ring.phase ^ 1);
+    ptx::mbarrier_arrive_expect_tx(&shared.v_ready[s], RowTile::kTileBytes);
+    ptx::bulk_load(shared.vt[s], tiles + static_cast<int64_t>(page.slot) * RowTile::kTileBytes, RowTile::kTileBytes, &shared.v_ready[s]);
+    free_for_others(&shared.v_free[s], page);
+    v_ring.advance();
   }
 };
 
@@ -233,9 +298,7 @@ __device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const Union
                                            int work_items, int lane) {
   GroupQueue<Traits> queue{p, shared, work_items, lane};
   RingPosition<Traits::kGroupSlots> group_ring;
-  uint32_t loaded = 0;  // pages of the groups before
-  RingPosition<Traits::kStages> ring;
-  RingPosition<Traits::kIssued> issued[Traits::kConsumers];
+  PageCopier<Traits> copier{k_map, shared};
   GroupPages<Traits> next;
   next.fetch(p, queue.draw(), lane);
   int drawn = queue.draw();
@@ -245,53 +308,24 @@ __device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const Union
     next.fetch(p, drawn, lane);
     drawn = queue.draw();
     now.drop_unseen();
-    PageList<Traits> list;
-    list.write(now, shared.list, lane);
-    auto describe = [&](int c, int number, int from) {
-      if (number < 0) return NextPage{0, 0};
-      const ListedPage page = shared.list[number];
-      const uint32_t far = number - from >= Traits::kStages ? NextPage::kFar : 0;
-      return NextPage{loaded + number, page.page_and_mask >> NextPage::kPageShift << NextPage::kPageShift | far | page.members(c)};
-    };
-    ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);  // a barrier that was never used counts as free
+    int first[Traits::kConsumers];
+    const int count = list_pages(now, shared, lane, first);
+    ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
     if (lane == 0) {
 #pragma unroll
-      for (int c = 0; c < Traits::kConsumers; ++c) {
-        const int first = list.find(c, 0);
-        shared.groups[group_ring.stage].first[c] = describe(c, first, first);
-      }
+      for (int c = 0; c < Traits::kConsumers; ++c)
+        shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextPage{0, 0} : copier.describe(c, 0, first[c]);
       ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);
       const int kv_head = now.work / p.groups;
       const uint8_t* tiles = p.value_tiles + static_cast<int64_t>(kv_head) * p.pool_pages * RowTile::kTileBytes;
 #pragma unroll 1
-      for (int j = 0; j < list.count; ++j) {
-        const ListedPage page = shared.list[j];
-        const int s = ring.stage;
-        NextPage following[Traits::kConsumers];
-#pragma unroll
-        for (int c = 0; c < Traits::kConsumers; ++c) following[c] = describe(c, list.find(c, j + 1), j);
-        ptx::mbarrier_wait(&shared.slot_free[s], ring.phase ^ 1);
-#pragma unroll
-        for (int c = 0; c < Traits::kConsumers; ++c) shared.next[s][c] = following[c];
-        ptx::mbarrier_arrive_expect_tx(&shared.k_ready[s], RowTile::kTileBytes);
-        ptx::tma_load_3d(shared.k[s], &k_map, 0, kv_head, page.slot * RowTile::kPageSize, &shared.k_ready[s]);
-        ptx::mbarrier_arrive_expect_tx(&shared.v_ready[s], RowTile::kTileBytes);
-        ptx::bulk_load(shared.vt[s], tiles + static_cast<int64_t>(page.slot) * RowTile::kTileBytes, RowTile::kTileBytes,
-                       &shared.v_ready[s]);
-#pragma unroll
-        for (int c = 0; c < Traits::kConsumers; ++c) {
-          if (page.members(c) != 0) {
-            ptx::mbarrier_arrive(&shared.issued[c][issued[c].stage]);
-            issued[c].advance();
-          } else {  // the consumer skips the page
-            ptx::mbarrier_arrive_many(&shared.slot_free[s], RowTile::kWarps);
-          }
-        }
-        ring.advance();
+      for (int entry = 0; entry < count; ++entry) {
+        copier.copy_k(entry, kv_head);
+        if (entry > 0) copier.copy_v(entry - 1, tiles);
       }
+      if (count > 0) copier.copy_v(count - 1, tiles);
     }
     __syncwarp();
-    loaded += list.count;
     group_ring.advance();
   }
   if (lane == 0) {
@@ -360,9 +394,9 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     return page;
   };
   auto pass = [](const NextPage& page) { return NextPage{__shfl_sync(~0u, page.number, 0), __shfl_sync(~0u, page.meta, 0)}; };
-  auto release = [&](int stage) {
+  auto release = [&](uint64_t* barrier) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.slot_free[stage]);
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
   // Waits until K of the consumer's next page has landed; returns where.
   RingPosition<Traits::kIssued> own;
@@ -395,95 +429,83 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
 
     // -------- Its pages
     while (page.members() != 0) {
-      float a[ptx::kHalfAccumulators], b[ptx::kHalfAccumulators];
-      PagePlace at = wait_for(page);
-      NextPage next = read(shared.next[at.stage][number]);
-      const uint64_t k_descriptor = ptx::wgmma_descriptor(shared.k[at.stage]);
-      ptx::pin_registers(a);
-      ptx::pin_registers(b);
-      ptx::pin_registers(o);
-      ptx::wgmma_fence();
-      issue_half_logits<0>(a, q_descriptor, k_descriptor);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(a);
-      ptx::wgmma_fence();
-      issue_half_logits<1>(b, q_descriptor, k_descriptor);
-      ptx::wgmma_commit();
-      int held = -1;  // slot of the page whose P V is in flight
-      bool more;
-#pragma unroll 1
-      do {
-        const bool member = (page.members() >> warp) & 1;
+      float s[ptx::kAccumulators];
+      uint32_t first[kHalfSteps][4], second[kHalfSteps][4];  // P
+      HalfProbabilities half;
+      bool member = (page.members() >> warp) & 1;
+      // Probabilities of the page's first half: all that may be done while P V of the page before is in flight.
+      auto begin_softmax = [&] {
+        if (!member) return;
         const int last_key = limit - page.first_token();
-        uint32_t first[kHalfSteps][4], second[kHalfSteps][4];  // P
-        HalfProbabilities half;
-
-        // -------- S_a(n) is there; S_b(n) and P V(n - 1) are in flight
-        if (member) {
-          if (last_key < kHalfPage - 1) mask_future_keys<0>(a, last_key, lane);
-          exponentials<0>(a, state, scale, half);
+        if (last_key < RowTile::kPageSize - 1) {
+          mask_future_keys<0>(s, last_key, lane);
+          mask_future_keys<kHalfAccumulators>(s, last_key - kHalfPage, lane);
         }
-        next = pass(next);
-        more = next.members() != 0 && !next.is_far();
-        ptx::wgmma_wait<0>();
-        ptx::pin_registers(b);
-        ptx::pin_registers(o);
-        if (held >= 0) release(held);
+        exponentials<0>(s, state, scale, half);
+      };
+      auto finish_softmax = [&] {
         if (member) {
-          accept_half<0, 0>(a, state, scale, o, first, half);
+          accept_half<0, 0>(s, state, scale, o, first, half);
           to_fragments(half, first);
-        } else {
-          clear_fragments(first);
-        }
-
-        // Without a next page, S of this one once more, for nobody: conditional wgmma would be serialised.
-        PagePlace next_at = at;
-        NextPage after{};
-        if (more) {
-          next_at = wait_for(next);
-          after = read(shared.next[next_at.stage][number]);
-        }
-        const uint64_t next_k = ptx::wgmma_descriptor(shared.k[next_at.stage]);
-        ptx::pin_registers(a);
-        ptx::pin_registers(first);
-        ptx::wgmma_fence();
-        issue_half_logits<0>(a, q_descriptor, next_k);
-        ptx::wgmma_commit();
-
-        // -------- S_b(n) is there; S_a(n + 1) is in flight
-        if (member) {
-          if (last_key < RowTile::kPageSize - 1) mask_future_keys<0>(b, last_key - kHalfPage, lane);
-          exponentials<0>(b, state, scale, half);
-        }
-        ptx::wgmma_wait<0>();
-        ptx::pin_registers(a);
-        if (member) {
-          accept_half<1, 0>(b, state, scale, o, first, half);
+          exponentials<kHalfAccumulators>(s, state, scale, half);
+          accept_half<1, kHalfAccumulators>(s, state, scale, o, first, half);
           to_fragments(half, second);
         } else {
+          clear_fragments(first);
           clear_fragments(second);
         }
+      };
+      PagePlace at = wait_for(page);
+      NextPage next = read(shared.next[at.stage][number]);
+      ptx::pin_registers(s);
+      ptx::pin_registers(o);
+      ptx::wgmma_fence();
+      issue_logits(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
+      ptx::wgmma_commit();
+      next = pass(next);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(s);
+      release(&shared.k_free[at.stage]);
+      begin_softmax();
+      finish_softmax();
+#pragma unroll 1
+      while (next.members() != 0 && !next.is_far()) {
+        const PagePlace next_at = wait_for(next);
+        NextPage after = read(shared.next[next_at.stage][number]);
         ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
         ptx::pin_registers(first);
         ptx::pin_registers(second);
-        ptx::pin_registers(b);
+        ptx::pin_registers(s);
         ptx::pin_registers(o);
         ptx::wgmma_fence();
-        issue_half_logits<1>(b, q_descriptor, next_k);
+        issue_logits(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
         ptx::wgmma_commit();
         issue_values(o, first, second, ptx::wgmma_descriptor(shared.vt[at.stage]));
         ptx::wgmma_commit();
-        held = at.stage;
-        at = next_at;
         page = next;
-        next = after;
-      } while (more);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(a);
-      ptx::pin_registers(b);
+        member = (page.members() >> warp) & 1;
+        next = pass(after);
+        ptx::wgmma_wait<1>();
+        ptx::pin_registers(s);
+        begin_softmax();
+        ptx::wgmma_wait<0>();
+        ptx::pin_registers(o);
+        release(&shared.v_free[at.stage]);
+        at = next_at;
+        release(&shared.k_free[at.stage]);
+        finish_softmax();
+      }
+      ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
+      ptx::pin_registers(first);
+      ptx::pin_registers(second);
       ptx::pin_registers(o);
-      release(held);
+      ptx::wgmma_fence();
+      issue_values(o, first, second, ptx::wgmma_descriptor(shared.vt[at.stage]));
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(o);
+      release(&shared.v_free[at.stage]);
+      page = next;
     }
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(&shared.done[g]);
@@ -508,7 +530,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int s = 0; s < Traits::kStages; ++s) {
       ptx::mbarrier_init(&shared.k_ready[s], 1);
       ptx::mbarrier_init(&shared.v_ready[s], 1);
-      ptx::mbarrier_init(&shared.slot_free[s], kConsumerWarps);
+      ptx::mbarrier_init(&shared.k_free[s], kConsumerWarps);
+      ptx::mbarrier_init(&shared.v_free[s], kConsumerWarps);
     }
     for (int c = 0; c < Traits::kConsumers; ++c)
       for (int i = 0; i < Traits::kIssued; ++i) ptx::mbarrier_init(&shared.issued[c][i], 1);

@@ -188,14 +188,14 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
         const int last_key = limit - first_token;
         if (last_key < RowTile::kPageSize - 1) {
           mask_future_keys<0>(logits, last_key, lane);
-          mask_future_keys<ptx::kHalfAccumulators>(logits, last_key - kHalfPage, lane);
+          mask_future_keys<kHalfAccumulators>(logits, last_key - kHalfPage, lane);
         }
         HalfProbabilities half;
         exponentials<0>(logits, state, scale, half);
         accept_half<0, 0>(logits, state, scale, o, first, half);
         to_fragments(half, first);
-        exponentials<ptx::kHalfAccumulators>(logits, state, scale, half);
-        accept_half<1, ptx::kHalfAccumulators>(logits, state, scale, o, first, half);
+        exponentials<kHalfAccumulators>(logits, state, scale, half);
+        accept_half<1, kHalfAccumulators>(logits, state, scale, o, first, half);
         to_fragments(half, second);
       }
       __syncthreads();  // V^T is complete; all warps are past the P V of the page before the last

@@ -1,4 +1,4 @@
-// wgmma: warpgroup matrix multiply, m64n128k32 and m64n64k32, E4M3 operands, FP32 accumulators.
+// wgmma: warpgroup matrix multiply, m64n128k32, E4M3 operands, FP32 accumulators.
 //
 // Operands in shared memory are K-major tiles of 128-byte rows with the 128-byte swizzle (what a TMA box of 128 bytes with
 // CU_TENSOR_MAP_SWIZZLE_128B writes): 16-byte chunk c of row r lies at chunk c ^ (r & 7). A k32 step is 32 bytes.
@@ -13,7 +13,6 @@
 namespace pw::ptx {
 
 constexpr int kAccumulators = 64;  // registers per thread of a 64 x 128 FP32 tile
-constexpr int kHalfAccumulators = 32;  // of a 64 x 64 one
 
 // Matrix descriptor of a K-major tile at a 1024-byte aligned address: 8-row blocks 1024 bytes apart, 128-byte swizzle.
 __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
@@ -52,10 +51,6 @@ __device__ __forceinline__ void pin_registers(uint32_t (&a)[kSteps][4]) {
 #define PW_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PW_F16(d, i) PW_F4(d, i), PW_F4(d, i + 4), PW_F4(d, i + 8), PW_F4(d, i + 12)
 #define PW_F64(d) PW_F16(d, 0), PW_F16(d, 16), PW_F16(d, 32), PW_F16(d, 48)
-#define PW_F32(d) PW_F16(d, 0), PW_F16(d, 16)
-#define PW_D32 \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 #define PW_D64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -72,15 +67,6 @@ __device__ __forceinline__ void wgmma_m64n128k32_ss(float (&d)[kAccumulators], u
       : "l"(a), "l"(b), "n"(static_cast<int>(kAccumulate)));
 }
 
-template <bool kAccumulate>
-__device__ __forceinline__ void wgmma_m64n64k32_ss(float (&d)[kHalfAccumulators], uint64_t a, uint64_t b) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " PW_D32 ", %32, %33, accumulate, 1, 1;\n}\n"
-      : PW_F32(d)
-      : "l"(a), "l"(b), "n"(static_cast<int>(kAccumulate)));
-}
-
 // d += a * b; a is this thread's 16 bytes of the 64 x 32 tile: a[0], a[1]: rows g, g + 8, k = 4q to 4q + 3;
 // a[2], a[3]: the same rows, k = 16 + 4q to 16 + 4q + 3.
 __device__ __forceinline__ void wgmma_m64n128k32_rs(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b) {
@@ -91,9 +77,7 @@ __device__ __forceinline__ void wgmma_m64n128k32_rs(float (&d)[kAccumulators], c
 
 #undef PW_F4
 #undef PW_F16
-#undef PW_F32
 #undef PW_F64
-#undef PW_D32
 #undef PW_D64
 
 }  // namespace pw::ptx
