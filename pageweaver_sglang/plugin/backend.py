@@ -90,9 +90,12 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
             )
     device = torch.device(getattr(runner, "device", None) or sparse.req_to_token.device)
     kernels_state = kernels.prepare(config, device)
-    pool = sparse.kv_pool.main_pool
-    config, tiles_state = tiles.reserve(config, pool.get_value_buffer(pool.start_layer))
-    sparse.step3.config = config
+    tiles_state = "none"
+    layers = range(sparse.kv_pool.start_layer, sparse.kv_pool.end_layer)
+    if own := [layer for layer in sparse.sparse_layer_ids if layer in layers]:  # not in every pipeline stage
+        _, v_cache = sparse.kv_pool.get_kv_buffer(own[0])  # as Step 3 gets it
+        config, tiles_state = tiles.reserve(config, v_cache)
+        sparse.step3.config = config
     route(importlib.import_module(compat.STEP3_MODULE))
     if sparse.use_msa:
         logger.warning("pageweaver: SGLang serves Step 3 with MSA on this GPU, so PageWeaver will not act")

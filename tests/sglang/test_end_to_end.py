@@ -78,6 +78,15 @@ def test_target_verify_and_draft_models_stay_sglangs(outcome):
     assert outcome.result["draft"] == "MiniMaxSparseAttnBackend"
 
 
+def test_memory_for_value_tiles_is_reserved_when_the_backend_is_made(outcome):
+    assert outcome.result["tiles"] == ["stream", True]
+    assert outcome.result["no tiles"] == "union8"
+    lines = [line for line in outcome.output.splitlines() if line.startswith("pageweaver STATUS")]
+    assert re.search(r"engine stream, .* value tiles \d+ MiB, ", lines[-2])
+    assert re.search(r"engine union8, .* value tiles none \(\d+ MiB not to be had\), ", lines[-1])
+    assert outcome.output.count("engine union8 serves instead of stream") == 1
+
+
 def test_status_line(outcome):
     lines = [line for line in outcome.output.splitlines() if line.startswith("pageweaver STATUS")]
     for words in (

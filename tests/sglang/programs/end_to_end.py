@@ -92,5 +92,23 @@ draft = fake_runner.make_runner(server_args, case.pool, layers=3)
 draft.is_draft_worker = True
 report["draft"] = type(fake_runner.build_backend(draft).sparse).__name__
 
+# A GPU with memory for V's tiles, and one without: what the backend serves with from its start.
+from pageweaver_sglang.plugin import tiles  # noqa: E402
+
+tiles._needed = lambda config, v_cache: config.engine == "stream"
+torch.cuda.is_current_stream_capturing = lambda: False
+torch.cuda.current_stream = lambda device: None
+case = Case(server_args, [150], [2], kv_heads=2)
+pages = case.pool.main_pool.v_buffer[1].shape[0] // fake_runner.PAGE
+report["tiles"] = [case.backend.sparse.step3.config.engine, list(tiles._of_pools) == [(torch.device("cpu"), 2, pages)]]
+
+
+def no_memory(*sizes, device):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+tiles.ValueTiles.empty = no_memory
+report["no tiles"] = Case(server_args, [150], [2]).backend.sparse.step3.config.engine
+
 with open(os.environ["REPORT"], "w") as file:
     json.dump(report, file)
