@@ -43,14 +43,30 @@ struct Location {
   int unit;  // number of the unit inside the request
 };
 
+// A divisor that is known when the kernel is launched: n / value for 0 <= n < 2^31 as one multiplication and a shift.
+//
+// With 2^s the least power of two not below value, scale = ceil(2^(31 + s) / value) fits 32 bits, and scale * value
+// exceeds 2^(31 + s) by less than value <= 2^s. So n * scale / 2^(31 + s) exceeds n / value by less than 1 / value.
+struct Divisor {
+  uint32_t value, scale;
+  int shift;
+
+  Divisor() = default;
+  explicit Divisor(int divisor) : value(static_cast<uint32_t>(divisor)), shift(31) {
+    while ((uint64_t{1} << (shift - 31)) < value) ++shift;
+    scale = static_cast<uint32_t>(((uint64_t{1} << shift) + value - 1) / value);
+  }
+  __device__ int divide(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * scale >> shift);
+  }
+  __device__ int ceil_divide(int n) const { return n > 0 ? divide(n - 1) + 1 : 0; }
+};
+
 // ---------------------------------------------------------------- Functions
 __host__ __device__ constexpr int ceil_div(int a, int b) { return a > 0 ? (a - 1) / b + 1 : 0; }
 
-// First row of request r, kept inside the buffers whatever cu_seqlens holds.
-__device__ inline int first_row(const Lengths& lengths, int r) {
-  const int row = lengths.cu_seqlens[r];
-  return row < 0 ? 0 : (row < lengths.tokens ? row : lengths.tokens);
-}
+// A row that cu_seqlens names, kept inside the buffers whatever it holds.
+__device__ inline int row_inside(const Lengths& lengths, int row) { return min(max(row, 0), lengths.tokens); }
 
 // Finds unit number `target` of the batch, where a request of `n` rows has `units_of(n)` units. Called by a whole
 // warp; 32 requests are looked at per round, and only the round that holds the target is scanned.
@@ -59,11 +75,11 @@ __device__ inline Location locate(const Lengths& lengths, int target, UnitsOf un
   const int lane = threadIdx.x % kWarpSize;
   for (int base = 0; base <= lengths.requests; base += kWarpSize) {
     const int r = base + lane;
-    int begin = 0, end = 0;
-    if (r <= lengths.requests) {
-      begin = first_row(lengths, r);
-      end = r < lengths.requests ? first_row(lengths, r + 1) : lengths.tokens;
-    }
+    // Both reads are under way before the first result is used.
+    const int first = lengths.cu_seqlens[min(r, lengths.requests)];
+    const int last = lengths.cu_seqlens[min(r + 1, lengths.requests)];
+    const int begin = row_inside(lengths, first);
+    const int end = r < lengths.requests ? row_inside(lengths, last) : (r > lengths.requests ? 0 : lengths.tokens);
     const int units = end > begin ? units_of(end - begin) : 0;
     const int total = __reduce_add_sync(kFullWarp, units);
     if (target >= total) {

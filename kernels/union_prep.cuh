@@ -1,44 +1,68 @@
-// Union preparation: for each group of up to 8 queries the deduplicated ascending list of the pages they picked, and
+// Union preparation: for each group of up to 16 queries the deduplicated ascending list of the pages they picked, and
 // per page the mask of the slots that picked it (bit r: slot r), plus what the attention kernel needs per query and
 // page: the last token each slot sees and the physical page, which it also marks for value_tiles.cuh.
 //
-// One warp per group: the group's 8 x 16 candidates are 128 keys `page << 3 | slot`, four per lane (lane l holds slot
-// l / 4). A bitonic sort orders them; the first key of each run of a page gets the page's place in the list by a ballot
-// scan; all keys of the run OR their slot's bit into the mask.
+// One warp per group. Its slots' 16 ids each are spread over the lanes (4 a lane for 8 slots, 8 for 16). A bitmap of the
+// ids, whose words are counted by a scan, tells every id its place in the list: the pages in earlier words, and the
+// lower bits of its own word. 4096 pages go at a time; a longer sequence takes a round for every 4096 that hold an id.
 //
-//   Shared memory            bytes   written by                          read by
-//   pages [warps][128]        2048   the lane with a run's first key     the lane that writes the place out
-//   masks [warps][128]        2048   every key of the run (atomicOr)     the same
+//   Shared memory, a warp        bytes (8 / 16 slots)   written by                          read by
+//   bits   [128]                 512                    every lane, by atomics              lane l words 4 l .. 4 l + 3;
+//                                                                                           then lanes with ids in them
+//   before [128]                 512                    lane l words 4 l .. 4 l + 3         lanes with ids in the word
+//   pages  [candidates]          512 / 1024             lanes that hold the page: all       the lane that writes the
+//                                                       store the same                      place out
+//   masks  [candidates]          512 / 1024             the same, by atomics                the same
 //
-//   Timeline of a warp: find the group | load order and lengths | load ids | sort | clear masks, W, place pages and
-//   bits, W | load the pages' cache slots | write the whole row (W = __syncwarp). Few warps share an SM, so time is
-//   round trips to memory: loads that do not depend on each other are issued together. Whole rows are written, so that
-//   nothing of an earlier call is left in the buffers.
+//   Timeline of a warp: find the group | load order and lengths | load ids, clear bits and masks, W | set bits, W | count,
+//   W | place pages and slots, W | load the pages' cache slots | write the whole row (W = __syncwarp). Few warps share an
+//   SM, so time is round trips to memory, and then instructions: loads that do not depend on each other are issued
+//   together, divisors are multiplied by. Whole rows are written, so that nothing of an earlier call is left in the
+//   buffers.
 //
-// At most 40 registers per thread, asserted by tests/kernels/test_compile.py.
+// Registers per thread are asserted by tests/kernels/test_compile.py.
 #pragma once
+
+#include <type_traits>
 
 #include "common.cuh"
 
 namespace pw {
 
 // ---------------------------------------------------------------- Constants
-constexpr int kMaxUnionGroup = 8;  // a mask is one byte
-constexpr int kSlotBits = 3;       // of a key
-constexpr int kCandidates = kMaxUnionGroup * kMaxTopk;
-constexpr int kKeysPerLane = kCandidates / kWarpSize;
-constexpr int kLanesPerSlot = kWarpSize / kMaxUnionGroup;
-constexpr uint32_t kNoKey = 0xffffffffu;
-constexpr int kMaxPages = (1 << (32 - kSlotBits)) - 1;  // page ids below this fit a key
-constexpr int kUnionPrepWarps = 4;
+constexpr int kMaxUnionGroup = 16;
+constexpr int kWordsPerLane = 4;  // of the bitmap: one 16-byte vector
+constexpr int kRoundWords = kWordsPerLane * kWarpSize;
+constexpr int kRoundPages = kRoundWords * 32;
 
-static_assert(kKeysPerLane == 4 && kKeysPerLane * kLanesPerSlot == kMaxTopk, "four ids of one query per lane");
+template <int kSlots_>
+struct UnionPrepTraits {
+  static constexpr int kSlots = kSlots_;  // of the largest group
+  static constexpr int kWarps = 128 / kSlots;
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kCtasPerProcessor = 3;  // bounds the registers: 40 / 64 a thread
+  static constexpr int kCandidates = kSlots * kMaxTopk;
+  static constexpr int kIds = kCandidates / kWarpSize;  // a lane's, all of one slot
+  static constexpr int kLanesPerSlot = kWarpSize / kSlots;
+  using Mask = std::conditional_t<kSlots <= 8, uint8_t, int32_t>;  // mask_dtype() in pageweaver_sglang/plan.py
+  static_assert(kIds * kLanesPerSlot == kMaxTopk && kIds % 4 == 0, "whole vectors of one query per lane");
+
+  struct Group {
+    alignas(16) uint32_t bits[kRoundWords];    // of the round's pages
+    alignas(16) uint32_t before[kRoundWords];  // pages of the list in front of the word
+    int32_t pages[kCandidates];                // the list
+    uint32_t masks[kCandidates];
+  };
+  struct Shared {
+    Group groups[kWarps];
+  };
+};
 
 // ---------------------------------------------------------------- Types
 // The plan's arrays, contiguous, for kv_heads x groups rows. See UnionPlan in pageweaver_sglang/plan.py.
 struct PlanPtrs {
   int32_t* pages;    // [kv_heads, groups, max_union] ascending, then -1
-  uint8_t* masks;    // [kv_heads, groups, max_union] then 0
+  void* masks;       // [kv_heads, groups, max_union] then 0; uint8 for group_size <= 8, else int32
   int32_t* counts;   // [kv_heads, groups]
   int32_t* queries;  // [kv_heads, groups, group_size] token row, -1: empty slot
   int32_t* limits;   // [kv_heads, groups, group_size] last token seen, -1: none
@@ -52,50 +76,81 @@ struct TokenMap {
   const int32_t* req_to_token;  // [rows, positions] cache slot of (request slot, position), or null
   int64_t req_stride;           // between rows
   int rows, positions;          // of req_to_token: what may be read
-  const void* slot_ids;  // [requests] int32 or int64: row of req_to_token
+  const void* slot_ids;         // [requests] int32 or int64: row of req_to_token
   bool slot_ids_are_int64;
   int num_pool_pages;
 };
 
-struct UnionPrepShared {
-  int32_t pages[kUnionPrepWarps][kCandidates];
-  uint32_t masks[kUnionPrepWarps][kCandidates];
+struct UnionPrepParams {
+  const int32_t* topk;  // [kv_heads, tokens, k]
+  int64_t head_stride, row_stride;
+  int k;
+  bool vectors;         // rows_are_vectors()
+  const int32_t* perm;  // [kv_heads, tokens], or null: the original order
+  Lengths lengths;
+  TokenMap map;
+  Divisor window, groups_per_window, group_size, page_size;
+  PlanPtrs plan;
+  int groups, max_union;
 };
 
 // ---------------------------------------------------------------- Functions
-__device__ inline void order_pair(uint32_t& low, uint32_t& high, bool ascending) {
-  const uint32_t a = min(low, high), b = max(low, high);
-  low = ascending ? a : b;
-  high = ascending ? b : a;
-}
-
-// Sorts the warp's 128 keys ascending; key i is keys[i % 4] of lane i / 4.
-__device__ inline void sort_keys(uint32_t (&keys)[kKeysPerLane]) {
+// Lists the distinct ids in [0, pages) that the warp's lanes hold, ascending, with the slots that hold them. Returns
+// their number; the list can be read.
+template <class Traits>
+__device__ inline int list_pages(typename Traits::Group& group, const int (&ids)[Traits::kIds], int slot,
+                                 uint32_t pages) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int size = 2; size <= kCandidates; size *= 2) {
+  for (int i = lane; i < Traits::kCandidates; i += kWarpSize) group.masks[i] = 0;
+  int count = 0;
+  for (uint32_t base = 0; base < pages;) {
+    const uint32_t end = min(pages - base, static_cast<uint32_t>(kRoundPages));
+    uint4& own_bits = *reinterpret_cast<uint4*>(group.bits + lane * kWordsPerLane);
+    own_bits = uint4{0, 0, 0, 0};
+    __syncwarp();
 #pragma unroll
-    for (int stride = size / 2; stride >= kKeysPerLane; stride /= 2) {
-      const int lanes = stride / kKeysPerLane;
-      const bool ascending = (lane * kKeysPerLane & size) == 0;
-      const bool keep_min = ((lane & lanes) == 0) == ascending;
+    for (int i = 0; i < Traits::kIds; ++i) {
+      const uint32_t bit = static_cast<uint32_t>(ids[i]) - base;  // far behind the end for an id in front of base
+      atomicOr(&group.bits[bit / 32 % kRoundWords], bit < end ? 1u << bit % 32 : 0);
+    }
+    __syncwarp();
+    const uint4 own = own_bits;
+    const int x = __popc(own.x), y = x + __popc(own.y), z = y + __popc(own.z), all = z + __popc(own.w);
+    int through = all;  // this lane
 #pragma unroll
-      for (int i = 0; i < kKeysPerLane; ++i) {
-        const uint32_t other = __shfl_xor_sync(kFullWarp, keys[i], lanes);
-        keys[i] = keep_min ? min(keys[i], other) : max(keys[i], other);
-      }
+    for (int d = 1; d < kWarpSize; d *= 2) {
+      const int below = __shfl_up_sync(kFullWarp, through, d);
+      if (lane >= d) through += below;
     }
-    if (size >= 4) {
-      const bool ascending = (lane * kKeysPerLane & size) == 0;
-      order_pair(keys[0], keys[2], ascending);
-      order_pair(keys[1], keys[3], ascending);
-      order_pair(keys[0], keys[1], ascending);
-      order_pair(keys[2], keys[3], ascending);
-    } else {  // pairs, in alternating order
-      order_pair(keys[0], keys[1], true);
-      order_pair(keys[2], keys[3], false);
+    const uint32_t first = static_cast<uint32_t>(count + through - all);
+    count += __shfl_sync(kFullWarp, through, kWarpSize - 1);
+    *reinterpret_cast<uint4*>(group.before + lane * kWordsPerLane) = uint4{first, first + x, first + y, first + z};
+    __syncwarp();
+    uint32_t place[Traits::kIds];
+#pragma unroll
+    for (int i = 0; i < Traits::kIds; ++i) {  // an id of another round reads some word: no branch holds up the reads
+      const uint32_t bit = static_cast<uint32_t>(ids[i]) - base, word = bit / 32 % kRoundWords;
+      place[i] = group.before[word] + static_cast<uint32_t>(__popc(group.bits[word] & ((1u << bit % 32) - 1)));
     }
+#pragma unroll
+    for (int i = 0; i < Traits::kIds; ++i) {
+      if (static_cast<uint32_t>(ids[i]) - base >= end) continue;
+      group.pages[place[i]] = ids[i];
+      atomicOr(&group.masks[place[i]], 1u << slot);
+    }
+    __syncwarp();
+    base += kRoundPages;
+    if (base >= pages) break;
+    uint32_t next = pages;
+#pragma unroll
+    for (int i = 0; i < Traits::kIds; ++i)
+      if (static_cast<uint32_t>(ids[i]) >= base) next = min(next, static_cast<uint32_t>(ids[i]));
+    next = __reduce_min_sync(kFullWarp, next);
+    if (next >= pages) break;
+    base = next / kRoundPages * kRoundPages;
   }
+  return count;
 }
 
 // Cache slot of the first token of a logical page; -1 when it cannot be read.
@@ -105,122 +160,115 @@ __device__ inline int first_slot(const TokenMap& map, const int32_t* row, int pa
 }
 
 // Physical page that starts with cache slot `slot`; -1 when none of the pool does.
-__device__ inline int physical_page(const TokenMap& map, int slot, int page_size) {
-  const int page = slot / page_size;
-  return (slot >= 0) & (page * page_size == slot) & (page < map.num_pool_pages) ? page : -1;
+__device__ inline int physical_page(const TokenMap& map, int slot, const Divisor& page_size) {
+  const int page = page_size.divide(max(slot, 0));
+  return (page * static_cast<int>(page_size.value) == slot) & (page < map.num_pool_pages) ? page : -1;
 }
 
-// ---------------------------------------------------------------- Kernel
-// grid (ceil(groups / 4), kv_heads), block 128
-__global__ void __launch_bounds__(kUnionPrepWarps* kWarpSize)
-    union_prep_kernel(const int32_t* __restrict__ topk, int64_t head_stride, int64_t row_stride, int k, bool vectors,
-                      const int32_t* __restrict__ perm, Lengths lengths, TokenMap map, int window, int per_window,
-                      int group_size, int page_size, PlanPtrs plan, int groups, int max_union) {
-  PW_SHARED(UnionPrepShared, shared);
+// Prepares one group of one KV head; called by a whole warp.
+template <class Traits>
+__device__ inline void prepare_group(const UnionPrepParams& p, int64_t head, int group,
+                                     typename Traits::Shared& shared) {
+  constexpr int kIds = Traits::kIds;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int group = static_cast<int>(blockIdx.x) * kUnionPrepWarps + warp;
-  if (plan.queue != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 2) plan.queue[threadIdx.x] = 0;
-  if (group >= groups) return;
-  const int64_t head = blockIdx.y;
-  const int64_t plan_row = head * groups + group;
+  const int window = static_cast<int>(p.window.value), group_size = static_cast<int>(p.group_size.value);
+  const int page_size = static_cast<int>(p.page_size.value);
+  const PlanPtrs& plan = p.plan;
+  const int64_t plan_row = head * p.groups + group;
 
-  const Location at = locate(lengths, group, [=](int rows) {
-    return rows / window * per_window + (rows % window + group_size - 1) / group_size;
+  const Location at = locate(p.lengths, group, [&](int rows) {
+    const int windows = p.window.divide(rows);
+    return windows * static_cast<int>(p.groups_per_window.value) + p.group_size.ceil_divide(rows - windows * window);
   });
-  const bool attends = at.request >= 0 && at.request < lengths.requests;
+  const bool attends = at.request >= 0 && at.request < p.lengths.requests;
   int first = 0, members = 0;
   if (at.request >= 0) {
-    const int window_begin = at.unit / per_window * window;  // rows of the request
-    const int group_begin = window_begin + at.unit % per_window * group_size;
+    const int windows = p.groups_per_window.divide(at.unit), window_begin = windows * window;  // rows of the request
+    const int group_begin =
+        window_begin + (at.unit - windows * static_cast<int>(p.groups_per_window.value)) * group_size;
     const int window_end = window_begin + min(window, at.end - at.begin - window_begin);
     first = at.begin + group_begin;
     members = min(group_size, window_end - group_begin);
   }
-  // These reads need nothing but the request: all are under way before the first result is used.
-  const int slot = lane / kLanesPerSlot;  // of this lane's four keys
-  int query = -1, sequence = 0, prefix = 0;
-  int64_t request_slot = -1;
-  // Padding rows belong to nobody, whatever the caller's order says of them.
-  if (slot < members) query = perm != nullptr && attends ? perm[head * lengths.tokens + first + slot] : first + slot;
+  // These reads need nothing but the request: all are under way before the first result is used, even by a conversion.
+  const int slot = lane / Traits::kLanesPerSlot;  // of this lane's ids
+  int query = -1, length = 0, prefix = 0, request_slot = -1, upper_half = 0;
   if (attends) {
-    sequence = sequence_length(lengths, at);
-    prefix = lengths.prefix_lens[at.request];
-    if (plan.slots != nullptr && map.req_to_token != nullptr)
-      request_slot = map.slot_ids_are_int64 ? static_cast<const int64_t*>(map.slot_ids)[at.request]
-                                            : static_cast<const int32_t*>(map.slot_ids)[at.request];
+    length = (p.lengths.seq_lens != nullptr ? p.lengths.seq_lens : p.lengths.prefix_lens)[at.request];
+    prefix = p.lengths.prefix_lens[at.request];
+    if (p.map.slot_ids != nullptr) {
+      const auto ids = static_cast<const int32_t*>(p.map.slot_ids);
+      request_slot = ids[p.map.slot_ids_are_int64 ? 2 * at.request : at.request];
+      if (p.map.slot_ids_are_int64) upper_half = ids[2 * at.request + 1];
+    }
   }
+  // Padding rows belong to nobody, whatever the caller's order says of them.
+  if (slot < members)
+    query = p.perm != nullptr && attends ? p.perm[head * p.lengths.tokens + first + slot] : first + slot;
   if (query < at.begin || query >= at.end) query = -1;  // never read a row that is not the request's own
-  int ids[kKeysPerLane] = {-1, -1, -1, -1};
+  int ids[kIds];
+#pragma unroll
+  for (int i = 0; i < kIds; ++i) ids[i] = -1;
   if (query >= 0)
-    load_ids(topk + head * head_stride + query * row_stride, lane % kLanesPerSlot * kKeysPerLane, k, vectors, ids);
+    load_ids(p.topk + head * p.head_stride + query * p.row_stride, lane % Traits::kLanesPerSlot * kIds, p.k, p.vectors,
+             ids);
 
-  sequence = max(sequence, 0);
-  if (lane % kLanesPerSlot == 0 && slot < group_size) {
+  const int sequence = max(p.lengths.seq_lens != nullptr ? length : length + (at.end - at.begin), 0);
+  if (lane % Traits::kLanesPerSlot == 0 && slot < group_size) {
     const int limit = query >= 0 && attends ? min(prefix + (query - at.begin), sequence - 1) : -1;
     plan.queries[plan_row * group_size + slot] = query;
     plan.limits[plan_row * group_size + slot] = max(limit, -1);
   }
-  drop_invalid(min(ceil_div(sequence, page_size), kMaxPages), ids);
-  uint32_t keys[kKeysPerLane];
-#pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i)
-    keys[i] = ids[i] >= 0 ? static_cast<uint32_t>(ids[i]) << kSlotBits | static_cast<uint32_t>(slot) : kNoKey;
-  sort_keys(keys);
-
-  // Runs of one page: `place` is the number of run heads before this lane's keys.
-  uint32_t previous = __shfl_up_sync(kFullWarp, keys[kKeysPerLane - 1], 1);
-  if (lane == 0) previous = kNoKey;
-  int place = 0, count = 0;
-  bool head_of_run[kKeysPerLane];
-#pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i) {
-    const uint32_t before = i == 0 ? previous : keys[i - 1];
-    head_of_run[i] = keys[i] != kNoKey && (before == kNoKey || keys[i] >> kSlotBits != before >> kSlotBits);
-    const unsigned heads = __ballot_sync(kFullWarp, head_of_run[i]);
-    place += __popc(heads & ((1u << lane) - 1));
-    count += __popc(heads);
-    shared.masks[warp][lane + i * kWarpSize] = 0;
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i) {
-    if (head_of_run[i]) shared.pages[warp][place++] = static_cast<int32_t>(keys[i] >> kSlotBits);
-    if (keys[i] != kNoKey) atomicOr(&shared.masks[warp][place - 1], 1u << (keys[i] & (kMaxUnionGroup - 1)));
-  }
-  __syncwarp();
+  typename Traits::Group& list = shared.groups[warp];
+  const int count = list_pages<Traits>(list, ids, slot, static_cast<uint32_t>(p.page_size.ceil_divide(sequence)));
 
   const int32_t* row = nullptr;
-  if (request_slot >= 0 && request_slot < map.rows) row = map.req_to_token + request_slot * map.req_stride;
-  int pages[kKeysPerLane], slots[kKeysPerLane];
+  if (p.map.req_to_token != nullptr && upper_half == 0 && request_slot >= 0 && request_slot < p.map.rows)
+    row = p.map.req_to_token + request_slot * p.map.req_stride;
+  int pages[kIds], slots[kIds];
 #pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i) {
+  for (int i = 0; i < kIds; ++i) {
     const int entry = lane + i * kWarpSize;
-    pages[i] = entry < count ? shared.pages[warp][entry] : -1;
-    slots[i] = first_slot(map, row, pages[i], page_size);
+    pages[i] = entry < count ? list.pages[entry] : -1;
+    slots[i] = first_slot(p.map, row, pages[i], page_size);
   }
   if (lane == 0) plan.counts[plan_row] = count;
+  const auto masks = static_cast<typename Traits::Mask*>(plan.masks);
 #pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i) {
+  for (int i = 0; i < kIds; ++i) {
     const int entry = lane + i * kWarpSize;
-    if (entry >= max_union) break;
-    plan.pages[plan_row * max_union + entry] = pages[i];
-    plan.masks[plan_row * max_union + entry] = static_cast<uint8_t>(shared.masks[warp][entry]);
+    if (entry >= p.max_union) break;
+    const int64_t place = plan_row * p.max_union + entry;
+    plan.pages[place] = pages[i];
+    masks[place] = entry < count ? static_cast<typename Traits::Mask>(list.masks[entry]) : typename Traits::Mask{0};
     if (plan.slots == nullptr) continue;
-    const int physical = physical_page(map, slots[i], page_size);
-    plan.slots[plan_row * max_union + entry] = physical;
+    const int physical = physical_page(p.map, slots[i], p.page_size);
+    plan.slots[place] = physical;
     if (plan.marks == nullptr || physical < 0) continue;
-    int32_t* const mark = plan.marks + head * map.num_pool_pages + physical;
+    int32_t* const mark = plan.marks + head * p.map.num_pool_pages + physical;
     const int tokens = sequence - pages[i] * page_size;
     if (tokens >= page_size) *mark = page_size;  // whoever stores it: no mark is higher
     else atomicMax(mark, tokens);
   }
 }
 
+// ---------------------------------------------------------------- Kernel
+// grid (ceil(groups / kWarps), kv_heads), block kThreads
+template <int kSlots>
+__global__ void __launch_bounds__(UnionPrepTraits<kSlots>::kThreads, UnionPrepTraits<kSlots>::kCtasPerProcessor)
+    union_prep_kernel(UnionPrepParams p) {
+  using Traits = UnionPrepTraits<kSlots>;
+  PW_SHARED(typename Traits::Shared, shared);
+  const int group = static_cast<int>(blockIdx.x) * Traits::kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
+  if (p.plan.queue != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 2) p.plan.queue[threadIdx.x] = 0;
+  if (group < p.groups) prepare_group<Traits>(p, blockIdx.y, group, shared);
+}
+
 // ---------------------------------------------------------------- Launcher
 // topk int32 [kv_heads, tokens, k] with the strides given in elements (the ids of a row are contiguous), k <= 16;
-// perm int32 [kv_heads, tokens] contiguous, or null: the original order; window > 0; group_size 1..8; `groups` at least
-// the number of groups of the batch, padding rows included; max_union = group_size * k. req_to_token and plan.slots may
-// be null. A sequence has fewer than 2^29 - 1 pages. Asynchronous; reads nothing on the host.
+// perm int32 [kv_heads, tokens] contiguous, or null: the original order; window > 0; group_size 1..16; `groups` at
+// least the number of groups of the batch, padding rows included; max_union = group_size * k. req_to_token and
+// plan.slots may be null. Asynchronous; reads nothing on the host.
 inline cudaError_t launch_union_prep(const int32_t* topk, int64_t topk_head_stride, int64_t topk_row_stride,
                                      int kv_heads, int k, const int32_t* perm, Lengths lengths,
                                      const int32_t* req_to_token, int64_t req_stride, int req_rows, int req_positions,
@@ -231,12 +279,28 @@ inline cudaError_t launch_union_prep(const int32_t* topk, int64_t topk_head_stri
       max_union != group_size * k || lengths.requests < 0)
     return cudaErrorInvalidValue;
   if (kv_heads <= 0 || groups <= 0) return cudaSuccess;
-  const bool vectors = rows_are_vectors(topk, topk_head_stride, topk_row_stride, k);
-  const dim3 grid((groups + kUnionPrepWarps - 1) / kUnionPrepWarps, kv_heads);
-  const TokenMap map{req_to_token, req_stride, req_rows, req_positions, slot_ids, slot_ids_are_int64, num_pool_pages};
-  PW_LAUNCH(union_prep_kernel, grid, dim3(kUnionPrepWarps * kWarpSize), stream, topk, topk_head_stride, topk_row_stride,
-            k, vectors, perm, lengths, map, window, ceil_div(window, group_size), group_size, page_size, plan, groups,
-            max_union);
+  UnionPrepParams p;
+  p.topk = topk;
+  p.head_stride = topk_head_stride;
+  p.row_stride = topk_row_stride;
+  p.k = k;
+  p.vectors = rows_are_vectors(topk, topk_head_stride, topk_row_stride, k);
+  p.perm = perm;
+  p.lengths = lengths;
+  p.map = {req_to_token, req_stride, req_rows, req_positions, slot_ids, slot_ids_are_int64, num_pool_pages};
+  p.window = Divisor(window);
+  p.groups_per_window = Divisor(ceil_div(window, group_size));
+  p.group_size = Divisor(group_size);
+  p.page_size = Divisor(page_size);
+  p.plan = plan;
+  p.groups = groups;
+  p.max_union = max_union;
+  const auto launch = [&](auto traits, auto kernel) {
+    using Traits = decltype(traits);
+    PW_LAUNCH(kernel, dim3(ceil_div(groups, Traits::kWarps), kv_heads), dim3(Traits::kThreads), stream, p);
+  };
+  if (group_size <= 8) launch(UnionPrepTraits<8>{}, union_prep_kernel<8>);
+  else launch(UnionPrepTraits<16>{}, union_prep_kernel<16>);
   return cudaGetLastError();
 }
 

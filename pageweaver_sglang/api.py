@@ -111,7 +111,7 @@ def prepare_unions(
         seq_lens: int32 ``[requests]``, sequence length of each request.
         prefix_lens: int32 ``[requests]``.
         window: groups end at multiples of this many queries of a request.
-        group_size: queries per group, 1 to 32. CUDA: 1 to 8.
+        group_size: queries per group, 1 to 32. CUDA: 1 to 16.
         page_size: tokens per page.
 
     Returns:

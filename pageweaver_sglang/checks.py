@@ -212,8 +212,8 @@ def _permutation(function: str, perm: torch.Tensor, bounds: list[int]) -> None:
 def check_unions_kernel(topk_idx: torch.Tensor, *, group_size: int) -> None:
     """Check what only the CUDA kernel of ``prepare_unions`` demands. Raises ValueError."""
     _kernel_k("prepare_unions", topk_idx)
-    if group_size > 8:
-        _fail(ValueError, "prepare_unions", "group_size", "an integer in 1..8 on CUDA", str(group_size))
+    if group_size > 16:
+        _fail(ValueError, "prepare_unions", "group_size", "an integer in 1..16 on CUDA", str(group_size))
 
 
 def _kernel_k(function: str, topk_idx: torch.Tensor) -> None:

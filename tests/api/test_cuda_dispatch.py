@@ -101,8 +101,8 @@ def test_prepare_unions(calls):
 
 
 def test_prepare_unions_of_what_its_kernel_does_not_take(calls):
-    with pytest.raises(ValueError, match=r"^prepare_unions: group_size must be an integer in 1\.\.8 on CUDA, got 9"):
-        pw.prepare_unions(CASE.topk_idx, None, *LENGTHS, group_size=9)
+    with pytest.raises(ValueError, match=r"^prepare_unions: group_size must be an integer in 1\.\.16 on CUDA, got 17"):
+        pw.prepare_unions(CASE.topk_idx, None, *LENGTHS, group_size=17)
     wide = torch.zeros(1, CASE.topk_idx.shape[1], 17, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^prepare_unions: topk_idx must be of k <= 16 on CUDA, got k=17"):
         pw.prepare_unions(wide, None, *LENGTHS)

@@ -85,6 +85,10 @@ class HostKernels:
         """From now on a race between stores to shared memory is a :class:`KernelFailure`; slow."""
         self._lib.host_find_races(int(on))
 
+    def divide(self, n: int, divisor: int) -> int:
+        """``n // divisor`` by ``Divisor`` of common.cuh."""
+        return self._lib.host_divide(n, divisor)
+
     def _check(self, code: int) -> None:
         if code != 0:
             raise KernelFailure(f"cudaError {code}: {self._lib.host_message().decode() or 'invalid value'}")
@@ -126,7 +130,7 @@ class HostKernels:
         entries, members = (heads, groups, group_size * k), (heads, groups, group_size)
         plan = {
             "pages": np.full(entries, UNWRITTEN, np.int32),
-            "masks": np.full(entries, 0xEE, np.uint8),
+            "masks": np.full(entries, 0xEE, np.uint8 if group_size <= 8 else np.int32),
             "counts": np.full(entries[:2], UNWRITTEN, np.int32),
             "queries": np.full(members, UNWRITTEN, np.int32),
             "limits": np.full(members, UNWRITTEN, np.int32),

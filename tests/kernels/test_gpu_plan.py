@@ -58,14 +58,14 @@ def test_guard_and_capacity(workload, options):
     assert torch.equal(on_gpu, on_cpu)
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8, 16, 32])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8, 9, 12, 16, 32])
 def test_group_sizes(group_size):
     w = pw.load_workload(DATA / "packed.npz")
     on_cpu, on_gpu = both_permutations(
         w.topk_idx, w.cu_seqlens, w.prefix_lens, window=64, group_size=group_size, guard="window"
     )
     assert torch.equal(on_gpu, on_cpu)
-    if group_size <= 8:
+    if group_size <= 16:
         lengths = (w.cu_seqlens, w.seq_lens, w.prefix_lens)
         cpu = pw.reference.prepare_unions(w.topk_idx, on_cpu, *lengths, window=64, group_size=group_size)
         gpu = pw.prepare_unions(

@@ -15,6 +15,8 @@ EXPORT void host_find_races(int on) { shim::find_races = on != 0; }
 
 EXPORT const char* host_message() { return shim::message.c_str(); }
 
+EXPORT int host_divide(int n, int divisor) { return pw::Divisor(divisor).divide(n); }
+
 EXPORT int host_regroup(const int32_t* topk, int64_t head_stride, int64_t row_stride, int kv_heads, int k,
                         const pw::Lengths* lengths, int window, int group_size, int page_size, int capacity, int guard,
                         int32_t* perm) {
