@@ -21,13 +21,15 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine (P
 MOST_REGISTERS = {
     "regroup_kernel<64>": 128,
     "regroup_kernel<128>": 128,
-    "union_prep_kernel": 40,
+    "union_prep_kernel<8>": 40,
+    "union_prep_kernel<16>": 64,
     "value_tile_kernel": 128,
 }
 MOST_SMEM = {
     "regroup_kernel<64>": 25 * 1024,
     "regroup_kernel<128>": 36 * 1024,
-    "union_prep_kernel": 4096,
+    "union_prep_kernel<8>": 32 * 1024,
+    "union_prep_kernel<16>": 24 * 1024,
     "value_tile_kernel": 33 * 1024,
 }
 
