@@ -13,6 +13,11 @@
 //   pages  [candidates]          512 / 1024             lanes that hold the page: all       the lane that writes the
 //                                                       store the same                      place out
 //   masks  [candidates]          512 / 1024             the same, by atomics                the same
+//   whole  [1024], of the CTA    4096                   everybody, by atomics               everybody, after a barrier
+//
+// Every group lists the pages that many others list, so that marks would be written by all SMs at once to a few memory
+// sectors (ctx64k_a: 90,929 visits of 504 pages). The groups of a CTA, about a window's, therefore collect the pages
+// they mark in a table, and neighbouring threads write the marks of neighbouring pages out (6,627 sectors).
 //
 //   Timeline of a warp: find the group | load order and lengths | load ids, clear bits and masks, W | set bits, W | count,
 //   W | place pages and slots, W | load the pages' cache slots | write the whole row (W = __syncwarp). Few warps share an
@@ -34,6 +39,7 @@ constexpr int kMaxUnionGroup = 16;
 constexpr int kWordsPerLane = 4;  // of the bitmap: one 16-byte vector
 constexpr int kRoundWords = kWordsPerLane * kWarpSize;
 constexpr int kRoundPages = kRoundWords * 32;
+constexpr int kWholeEntries = 1024;  // table of marked pages
 
 template <int kSlots_>
 struct UnionPrepTraits {
@@ -44,6 +50,7 @@ struct UnionPrepTraits {
   static constexpr int kCandidates = kSlots * kMaxTopk;
   static constexpr int kIds = kCandidates / kWarpSize;  // a lane's, all of one slot
   static constexpr int kLanesPerSlot = kWarpSize / kSlots;
+  static_assert(kWholeEntries % kThreads == 0, "every thread clears and writes the same number of entries");
   using Mask = std::conditional_t<kSlots <= 8, uint8_t, int32_t>;  // mask_dtype() in pageweaver_sglang/plan.py
   static_assert(kIds * kLanesPerSlot == kMaxTopk && kIds % 4 == 0, "whole vectors of one query per lane");
 
@@ -55,6 +62,7 @@ struct UnionPrepTraits {
   };
   struct Shared {
     Group groups[kWarps];
+    int32_t whole[kWholeEntries];  // physical pages p at p % kWholeEntries that a request fills; -1: none
   };
 };
 
@@ -245,10 +253,14 @@ __device__ inline void prepare_group(const UnionPrepParams& p, int64_t head, int
     const int physical = physical_page(p.map, slots[i], p.page_size);
     plan.slots[place] = physical;
     if (plan.marks == nullptr || physical < 0) continue;
-    int32_t* const mark = plan.marks + head * p.map.num_pool_pages + physical;
+    int32_t* const marks = plan.marks + head * p.map.num_pool_pages;
     const int tokens = sequence - pages[i] * page_size;
-    if (tokens >= page_size) *mark = page_size;  // whoever stores it: no mark is higher
-    else atomicMax(mark, tokens);
+    if (tokens < page_size) {  // the last page of a request
+      atomicMax(&marks[physical], tokens);
+    } else {
+      const int other = atomicExch(&shared.whole[physical % kWholeEntries], physical);
+      if (other >= 0 && other != physical) marks[other] = page_size;  // there is room for one of them
+    }
   }
 }
 
@@ -261,7 +273,21 @@ __global__ void __launch_bounds__(UnionPrepTraits<kSlots>::kThreads, UnionPrepTr
   PW_SHARED(typename Traits::Shared, shared);
   const int group = static_cast<int>(blockIdx.x) * Traits::kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
   if (p.plan.queue != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 2) p.plan.queue[threadIdx.x] = 0;
+  if (p.plan.marks != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kWholeEntries; i += Traits::kThreads) shared.whole[i + threadIdx.x] = -1;
+    __syncthreads();
+  }
   if (group < p.groups) prepare_group<Traits>(p, blockIdx.y, group, shared);
+  if (p.plan.marks != nullptr) {
+    __syncthreads();
+    int32_t* const marks = p.plan.marks + static_cast<int64_t>(blockIdx.y) * p.map.num_pool_pages;
+#pragma unroll
+    for (int i = 0; i < kWholeEntries; i += Traits::kThreads) {
+      const int page = shared.whole[i + threadIdx.x];
+      if (page >= 0) marks[page] = static_cast<int>(p.page_size.value);  // whoever stores it: no mark is higher
+    }
+  }
 }
 
 // ---------------------------------------------------------------- Launcher

@@ -28,8 +28,8 @@ MOST_REGISTERS = {
 MOST_SMEM = {
     "regroup_kernel<64>": 25 * 1024,
     "regroup_kernel<128>": 36 * 1024,
-    "union_prep_kernel<8>": 32 * 1024,
-    "union_prep_kernel<16>": 24 * 1024,
+    "union_prep_kernel<8>": 36 * 1024,
+    "union_prep_kernel<16>": 28 * 1024,
     "value_tile_kernel": 33 * 1024,
 }
 

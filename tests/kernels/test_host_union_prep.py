@@ -345,6 +345,23 @@ def test_marks_say_how_many_tokens_of_a_page_belong_to_a_request(kernels, seed, 
     np.testing.assert_array_equal(plan["marks"], np.maximum(marks, before))
 
 
+@pytest.mark.parametrize("group_size", [8, 16])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_marks_of_pages_that_share_an_entry_of_the_table(kernels, group_size, seed):
+    """Physical pages that are 1024 apart, in groups of one CTA and of several, each picked once or often."""
+    rng = np.random.default_rng(seed)
+    page_size, pool_pages, tokens = 4, 5000, 300
+    physical = np.concatenate([rng.permutation(pool_pages)[:30], *(np.arange(7, 40) + 1024 * i for i in range(4))])
+    rng.shuffle(physical)
+    table = (physical[:, None] * page_size + np.arange(page_size)).reshape(1, -1).astype(np.int32)
+    topk = rng.integers(0, len(physical), (2, tokens, 16)).astype(np.int32)
+    pool = {"req_to_token": table, "slot_ids": np.zeros(1, np.int32), "num_pool_pages": pool_pages}
+    length = table.shape[1] - 1
+    arguments = (topk, None, [0, tokens], [length], [length - tokens])
+    plan = assert_matches(kernels, arguments, pool=pool, group_size=group_size, page_size=page_size, seed=seed)
+    assert (plan["marks"] > 0).sum() > 200
+
+
 def test_pages_that_cannot_be_read_are_not_marked(kernels):
     (topk, perm, *lengths), pool = shared_page()
     pool["req_to_token"][0, 128] = 128 + 1  # begins no page
@@ -409,6 +426,26 @@ def test_shuffled_order_shows_every_missing_barrier(tmp_path):
     assert barriers == 4
     unnoticed = [i for i in range(barriers) if run_replay(library, cases, str(i)).returncode == 0]
     assert unnoticed == []
+
+
+def test_marks_are_written_when_all_groups_of_the_block_are_done(tmp_path):
+    """The second barrier; the first, behind the clearing of the table, has the whole kernel to hide behind."""
+    library, barriers = compile_with_removable_barriers(tmp_path, "union_prep.cuh", "__syncthreads();")
+    assert barriers == 2
+    topk = np.random.default_rng(0).permutation(2048).reshape(1, 128, 16).astype(np.int32)
+    options = {
+        "req_to_token": np.arange(2048 * 4, dtype=np.int32)[None],
+        "slot_ids": np.zeros(1, np.int32),
+        "num_pool_pages": 2048,
+        "marks": np.zeros((1, 2048), np.int32),
+        "page_size": 4,
+        "groups": 16,
+    }
+    right = {"marks": np.full((1, 2048), 4, np.int32)}
+    arguments = (topk, None, [0, 128], [2048 * 4], [2048 * 4 - 128])
+    cases = [("union_prep", arguments, {**options, "seed": seed}, right) for seed in range(1, 4)]
+    assert run_replay(library, cases, str(barriers)).returncode == 0
+    assert run_replay(library, cases, "1").returncode != 0
 
 
 def test_no_two_lanes_store_to_the_same_place(kernels):

@@ -452,6 +452,13 @@ T atomicMax(T* address, T value) {
   return old;
 }
 template <class T>
+T atomicExch(T* address, T value) {
+  shim::switch_point();
+  const T old = *address;
+  shim::store_atomically(address, value);
+  return old;
+}
+template <class T>
 T atomicCAS(T* address, T expected, T desired) {
   shim::switch_point();
   const T old = *address;
