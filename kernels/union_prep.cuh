@@ -19,11 +19,14 @@
 // sectors (ctx64k_a: 90,929 visits of 504 pages). The groups of a CTA, about a window's, therefore collect the pages
 // they mark in a table, and neighbouring threads write the marks of neighbouring pages out (6,627 sectors).
 //
-//   Timeline of a warp: find the group | load order and lengths | load ids, clear bits and masks, W | set bits, W | count,
-//   W | place pages and slots, W | load the pages' cache slots | write the whole row (W = __syncwarp). Few warps share an
-//   SM, so time is round trips to memory, and then instructions: loads that do not depend on each other are issued
-//   together, divisors are multiplied by. Whole rows are written, so that nothing of an earlier call is left in the
-//   buffers.
+//   Timeline of a warp: find the group | load lengths, G, load the order | load ids, clear bits and masks, W | set bits,
+//   W | count, W | place pages and slots, W | load the pages' cache slots | write the whole row (W = __syncwarp, G: the
+//   kernel before is complete). Few warps share an SM, so time is round trips to memory, and then instructions: loads
+//   that do not depend on each other are issued together, divisors are multiplied by. Whole rows are written, so that
+//   nothing of an earlier call is left in the buffers.
+//
+// May be launched early (programmatic dependent launch) behind regroup, which neither writes what is read before G
+// (cu_seqlens, the lengths, slot_ids) nor starts before it is there. A kernel behind this one may start early too.
 //
 // Registers per thread are asserted by tests/kernels/test_compile.py.
 #pragma once
@@ -210,6 +213,7 @@ __device__ inline void prepare_group(const UnionPrepParams& p, int64_t head, int
       if (p.map.slot_ids_are_int64) upper_half = ids[2 * at.request + 1];
     }
   }
+  cudaGridDependencySynchronize();  // nothing that regroup or a kernel before it touches is read or written ahead of this
   // Padding rows belong to nobody, whatever the caller's order says of them.
   if (slot < members)
     query = p.perm != nullptr && attends ? p.perm[head * p.lengths.tokens + first + slot] : first + slot;
@@ -233,35 +237,39 @@ __device__ inline void prepare_group(const UnionPrepParams& p, int64_t head, int
   const int32_t* row = nullptr;
   if (p.map.req_to_token != nullptr && upper_half == 0 && request_slot >= 0 && request_slot < p.map.rows)
     row = p.map.req_to_token + request_slot * p.map.req_stride;
+  using Mask = typename Traits::Mask;
   int pages[kIds], slots[kIds];
+  Mask members_of[kIds];
+  int replaced[kIds];  // pages that had to leave the table
 #pragma unroll
   for (int i = 0; i < kIds; ++i) {
     const int entry = lane + i * kWarpSize;
     pages[i] = entry < count ? list.pages[entry] : -1;
+    members_of[i] = entry < count ? static_cast<Mask>(list.masks[entry]) : Mask{0};
     slots[i] = first_slot(p.map, row, pages[i], page_size);
+    replaced[i] = -1;
   }
   if (lane == 0) plan.counts[plan_row] = count;
-  const auto masks = static_cast<typename Traits::Mask*>(plan.masks);
+  int32_t* const marks = plan.marks != nullptr ? plan.marks + head * p.map.num_pool_pages : nullptr;
 #pragma unroll
   for (int i = 0; i < kIds; ++i) {
     const int entry = lane + i * kWarpSize;
     if (entry >= p.max_union) break;
     const int64_t place = plan_row * p.max_union + entry;
     plan.pages[place] = pages[i];
-    masks[place] = entry < count ? static_cast<typename Traits::Mask>(list.masks[entry]) : typename Traits::Mask{0};
+    static_cast<Mask*>(plan.masks)[place] = members_of[i];
     if (plan.slots == nullptr) continue;
-    const int physical = physical_page(p.map, slots[i], p.page_size);
+    const int physical = slots[i] = physical_page(p.map, slots[i], p.page_size);
     plan.slots[place] = physical;
-    if (plan.marks == nullptr || physical < 0) continue;
-    int32_t* const marks = plan.marks + head * p.map.num_pool_pages;
+    if (marks == nullptr || physical < 0) continue;
     const int tokens = sequence - pages[i] * page_size;
-    if (tokens < page_size) {  // the last page of a request
-      atomicMax(&marks[physical], tokens);
-    } else {
-      const int other = atomicExch(&shared.whole[physical % kWholeEntries], physical);
-      if (other >= 0 && other != physical) marks[other] = page_size;  // there is room for one of them
-    }
+    if (tokens < page_size) atomicMax(&marks[physical], tokens);  // the last page of a request
+    else replaced[i] = atomicExch(&shared.whole[physical % kWholeEntries], physical);
   }
+  if (marks == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < kIds; ++i)
+    if (replaced[i] >= 0 && replaced[i] != slots[i]) marks[replaced[i]] = page_size;
 }
 
 // ---------------------------------------------------------------- Kernel
@@ -271,14 +279,15 @@ __global__ void __launch_bounds__(UnionPrepTraits<kSlots>::kThreads, UnionPrepTr
     union_prep_kernel(UnionPrepParams p) {
   using Traits = UnionPrepTraits<kSlots>;
   PW_SHARED(typename Traits::Shared, shared);
+  cudaTriggerProgrammaticLaunchCompletion();
   const int group = static_cast<int>(blockIdx.x) * Traits::kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-  if (p.plan.queue != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 2) p.plan.queue[threadIdx.x] = 0;
   if (p.plan.marks != nullptr) {
 #pragma unroll
     for (int i = 0; i < kWholeEntries; i += Traits::kThreads) shared.whole[i + threadIdx.x] = -1;
     __syncthreads();
   }
   if (group < p.groups) prepare_group<Traits>(p, blockIdx.y, group, shared);
+  if (p.plan.queue != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 2) p.plan.queue[threadIdx.x] = 0;
   if (p.plan.marks != nullptr) {
     __syncthreads();
     int32_t* const marks = p.plan.marks + static_cast<int64_t>(blockIdx.y) * p.map.num_pool_pages;

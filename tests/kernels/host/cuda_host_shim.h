@@ -378,6 +378,10 @@ inline cudaError_t cudaGetLastError() {
   return error;
 }
 
+// A launch begins when the one before is complete.
+inline void cudaGridDependencySynchronize() {}
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
+
 inline void __syncthreads() { shim::meet(shim::block_meeting, shim::threads, "__syncthreads"); }
 inline void __syncwarp(unsigned mask = ~0u) { shim::gather(mask, 0, "__syncwarp"); }
 
