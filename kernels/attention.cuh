@@ -38,11 +38,14 @@ struct UnionAttentionParams {
   const float* v_scale_device;
   // stream.cuh only
   int32_t* queue;              // [2] groups drawn, CTAs done; zero between launches
+  const int32_t* order;        // [kv_heads * groups] in which groups are drawn
   const uint8_t* value_tiles;  // [kv_heads, pool_pages] tiles of V^T (value_tiles.cuh)
   int pool_pages;
 };
 
-// The tile every attention kernel here is built for: one warpgroup, warp w holds the 16 heads of query w.
+// The tile every attention kernel here is built for: one warpgroup, 4 queries x 16 heads. Two warps share two queries, half of the heads
+// each: rows 16w + 8r + 0 to 7 are heads 8 (w % 2) + 0 to 7 of query w / 2 + 2r. When one of the two picked a page, both warps work on it
+// and are done in half the time; and the two are not neighbours in the group's order, which pick together most often.
 struct RowTile {
   static constexpr int kHeadDim = 128;
   static constexpr int kPageSize = 128;
@@ -54,7 +57,15 @@ struct RowTile {
   static constexpr int kTileBytes = kPageSize * kHeadDim;  // one page of K or of V of one KV head, E4M3
   static constexpr int kQBytes = kRows * kHeadDim;
   static_assert(kRows == 64, "one wgmma M64 tile");
-  static_assert(kWarps == kQueries, "warp w holds the heads of query w");
+  static constexpr int kRowsPerThread = 2;  // an accumulator tile gives a thread parts of rows g and g + 8 of its warp
+  static constexpr int kHeadsPerWarp = kHeadsPerKvHead / 2;
+
+  // The query (0 to 3) that row r of the pair belongs to, in warp w.
+  __host__ __device__ static constexpr int query_of(int warp, int r) { return warp / 2 + 2 * r; }
+  __host__ __device__ static constexpr int row_of(int query, int head) {
+    return 16 * (2 * (query % 2) + head / kHeadsPerWarp) + 8 * (query / 2) + head % kHeadsPerWarp;
+  }
+  static_assert(kWarps == kQueries && kHeadsPerWarp == 8, "two warps share two queries");
 };
 
 // Probabilities are 2^(logit - reference + kProbabilityScaleLog2), summed in fours. While no logit exceeds the row's reference such a
@@ -76,10 +87,10 @@ constexpr float kReferenceRoundUp = 0x1p-22f;
 // Chunk (16 bytes) of a row under the 128-byte swizzle.
 __device__ __forceinline__ uint32_t swizzled_offset(uint32_t row, uint32_t chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// Quantises the 16 heads of one query (one warp) to E4M3 rows 16w .. 16w + 15 of the Q tile and stores each row's softmax
-// scale. `query` < 0: zeros.
+// Quantises the 16 heads of one query, number `place` of the tile, to E4M3 rows of the Q tile and stores each row's softmax scale. Run
+// by a warp. `query` < 0: zeros.
 __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, uint8_t* q_tile, float* row_scale, int query,
-                                               int kv_head, int warp, int lane, float softmax_scale_log2) {
+                                               int kv_head, int place, int lane, float softmax_scale_log2) {
   constexpr int kHeadsPerStep = 2;  // 16 lanes x 16 bytes are one head's 128 BF16 values
   constexpr int kSteps = RowTile::kHeadsPerKvHead / kHeadsPerStep;
   const int half = lane >> 4, part = lane & 15;
@@ -108,7 +119,7 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
 #pragma unroll
     for (int offset = 8; offset > 0; offset >>= 1) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, offset));
     const float inverse = kE4m3Max / amax;
-    const uint32_t row = warp * RowTile::kHeadsPerKvHead + step * kHeadsPerStep + half;
+    const uint32_t row = RowTile::row_of(place, step * kHeadsPerStep + half);
     uint2 packed;
     packed.x = ptx::to_e4m3x4(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse);
     packed.y = ptx::to_e4m3x4(x[4] * inverse, x[5] * inverse, x[6] * inverse, x[7] * inverse);
@@ -152,132 +163,146 @@ __device__ __forceinline__ void transpose_v(const uint8_t* v, uint8_t* vt, int w
   }
 }
 
-// Softmax of the two rows (heads g and g + 8 of the warp's query) that a thread holds parts of.
+// Softmax of one of the two rows that a thread holds parts of.
 struct RowState {
   float reference = kMasked;  // logits (base 2, scaled) exceed it by 2.8 at most
   float sum = 0.0f;           // this thread's part, scaled by 2^kProbabilityScaleLog2
 };
 
-constexpr int kHalfPage = RowTile::kPageSize / 2;
-constexpr int kHalfSteps = kHalfPage / 32;  // k32 steps of P V
-constexpr int kHalfAccumulators = ptx::kAccumulators / 2;
+// The functions below work on row kRow of the thread's pair: its 32 logits of a page are s[4j + 2 kRow] and s[4j + 2 kRow + 1], keys
+// 8j + 2q and 8j + 2q + 1.
+constexpr int kRowValues = ptx::kAccumulators / RowTile::kRowsPerThread;
+constexpr int kSteps = RowTile::kPageSize / 32;  // k32 steps of P V
 
-// The functions below work on half a page of a warp's logits: s[kFirst] to s[kFirst + 31], 64 keys. Row r of the thread's pair has
-// accumulators 4j + 2r and 4j + 2r + 1, keys 8j + 2q and 8j + 2q + 1.
-
-// Masks the keys behind `last_key` (counted from the half's first).
-template <int kFirst, int kCount>
-__device__ __forceinline__ void mask_future_keys(float (&s)[kCount], int last_key, int lane) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int key = 8 * j + 2 * (lane & 3);
-    if (key > last_key) s[kFirst + 4 * j] = s[kFirst + 4 * j + 2] = kMasked;
-    if (key + 1 > last_key) s[kFirst + 4 * j + 1] = s[kFirst + 4 * j + 3] = kMasked;
-  }
+template <int kRow>
+__device__ __forceinline__ constexpr int value_index(int i) {
+  return 4 * (i / 2) + 2 * kRow + i % 2;
 }
 
-// Probabilities of half a page, row r of the pair in p[r], the sum of each row and the largest sum of four.
-struct HalfProbabilities {
-  float p[2][16];
-  float sum[2];
-  float most;
+// Masks the keys behind `last_key` (in the page).
+template <int kRow>
+__device__ __forceinline__ void mask_future_keys(float (&s)[ptx::kAccumulators], int last_key, int lane) {
+#pragma unroll
+  for (int i = 0; i < kRowValues; ++i)
+    if (8 * (i / 2) + 2 * (lane & 3) + i % 2 > last_key) s[value_index<kRow>(i)] = kMasked;
+}
+
+// A row's probabilities of a page, rounded to E4M3, four to a register; the sum before rounding and the largest sum of four.
+struct RowProbabilities {
+  uint32_t fours[kRowValues / 4];
+  float sum, most;
 };
 
-template <int kFirst, int kCount>
-__device__ __forceinline__ void exponentials(const float (&s)[kCount], const RowState (&state)[2], const float (&scale)[2],
-                                             HalfProbabilities& half) {
+template <int kRow>
+__device__ __forceinline__ void exponentials(const float (&s)[ptx::kAccumulators], const RowState& state, float scale,
+                                             RowProbabilities& row) {
+  const float bias = kProbabilityScaleLog2 - state.reference;
+  row.sum = row.most = 0.0f;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float bias = kProbabilityScaleLog2 - state[r].reference;
+  for (int i = 0; i < kRowValues; i += 4) {
+    float p[4];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) half.p[r][i] = ptx::exp2_approx(fmaf(s[kFirst + 4 * (i / 2) + 2 * r + i % 2], scale[r], bias));
+    for (int j = 0; j < 4; ++j) p[j] = ptx::exp2_approx(fmaf(s[value_index<kRow>(i + j)], scale, bias));
+    row.fours[i / 4] = ptx::to_e4m3x4(p[0], p[1], p[2], p[3]);
+    const float four = (p[0] + p[1]) + (p[2] + p[3]);
+    row.most = fmaxf(row.most, four);
+    row.sum += four;
   }
-  // All exponentials are under way before the first is added: woven together, each addition would wait for its operands' latency.
-  ptx::pin_registers(half.p[0]);
-  ptx::pin_registers(half.p[1]);
-  half.most = 0.0f;
+}
+
+// Raises the row's reference to what the page holds, and rescales to it what the row has gathered in `o` and in its sum. A row's first
+// page always comes here.
+template <int kRow>
+__device__ __forceinline__ void raise_reference(const float (&s)[ptx::kAccumulators], RowState& state, float scale,
+                                                float (&o)[ptx::kAccumulators]) {
+  float most = kMasked;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float fours[4];
+  for (int i = 0; i < kRowValues; ++i) most = fmaxf(most, s[value_index<kRow>(i)]);
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
+  const float reference = fmaxf(state.reference, fmaf(fabsf(most), kReferenceRoundUp, most));
+  const float correction = ptx::exp2_approx(state.reference - reference);
+  state.sum *= correction;
+  state.reference = reference;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      fours[i] = (half.p[r][4 * i] + half.p[r][4 * i + 1]) + (half.p[r][4 * i + 2] + half.p[r][4 * i + 3]);
-      half.most = fmaxf(half.most, fours[i]);
+  for (int i = 0; i < kRowValues; ++i) o[value_index<kRow>(i)] *= correction;
+}
+
+// Takes a page's probabilities over, after raising the reference and computing them again when they could have saturated. No wgmma may
+// have `o` in flight.
+template <int kRow>
+__device__ __forceinline__ void accept_row(const float (&s)[ptx::kAccumulators], RowState& state, float scale,
+                                           float (&o)[ptx::kAccumulators], RowProbabilities& row) {
+  if (__any_sync(~0u, row.most > kE4m3Max)) {
+    raise_reference<kRow>(s, state, scale, o);
+    exponentials<kRow>(s, state, scale, row);
+  }
+  state.sum += row.sum;
+}
+
+// Puts a row's probabilities in their place: its half of the A fragments of the page's k32 steps, in the token order of transpose_v.
+// Written where the program says so, see ptx::pin_registers.
+template <int kRow>
+__device__ __forceinline__ void to_fragments(const RowProbabilities& row, uint32_t (&fragments)[kSteps][4]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    asm volatile("mov.b32 %0, %2;\nmov.b32 %1, %3;"
+                 : "=r"(fragments[step][kRow]), "=r"(fragments[step][kRow + 2])
+                 : "r"(row.fours[2 * step]), "r"(row.fours[2 * step + 1]));
+}
+
+// The same of a query that did not pick the page.
+template <int kRow>
+__device__ __forceinline__ void clear_fragments(uint32_t (&fragments)[kSteps][4]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    asm volatile("mov.b32 %0, 0;\nmov.b32 %1, 0;" : "=r"(fragments[step][kRow]), "=r"(fragments[step][kRow + 2]));
+}
+
+// A warp's softmax of one page in two parts: only the first may run while a P V is in flight.
+struct PageSoftmax {
+  bool member[RowTile::kRowsPerThread];    // by row of the pair: its query picked the page
+  int last_key[RowTile::kRowsPerThread];   // and sees the page up to here
+  RowProbabilities row;
+
+  // `members`: bit j of the page's members among the tile's queries; `first_token`: the page's position.
+  __device__ __forceinline__ PageSoftmax(uint32_t members, int first_token, const int (&limit)[RowTile::kRowsPerThread], int warp) {
+#pragma unroll
+    for (int r = 0; r < RowTile::kRowsPerThread; ++r) {
+      member[r] = (members >> RowTile::query_of(warp, r)) & 1;
+      last_key[r] = limit[r] - first_token;
     }
-    half.sum[r] = (fours[0] + fours[1]) + (fours[2] + fours[3]);
   }
-}
 
-// Raises the rows' references to what the half page holds, and rescales to them what the rows have gathered in `o` and in their sums.
-// A row's first page always comes here. Returns the factors in `correction`.
-template <int kFirst, int kCount>
-__device__ __forceinline__ void raise_references(const float (&s)[kCount], RowState (&state)[2], const float (&scale)[2],
-                                                 float (&o)[ptx::kAccumulators], float (&correction)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float most = kMasked;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) most = fmaxf(most, fmaxf(s[kFirst + 4 * j + 2 * r], s[kFirst + 4 * j + 2 * r + 1]));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale[r];
-    const float reference = fmaxf(state[r].reference, fmaf(fabsf(most), kReferenceRoundUp, most));
-    correction[r] = ptx::exp2_approx(state[r].reference - reference);
-    state[r].sum *= correction[r];
-    state[r].reference = reference;
+  template <int kRow>
+  __device__ __forceinline__ void mask_and_exponentiate(float (&s)[ptx::kAccumulators], const RowState (&state)[2],
+                                                        const float (&scale)[2], int lane) {
+    if (last_key[kRow] < RowTile::kPageSize - 1) mask_future_keys<kRow>(s, last_key[kRow], lane);
+    exponentials<kRow>(s, state[kRow], scale[kRow], row);
   }
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    o[4 * j] *= correction[0];
-    o[4 * j + 1] *= correction[0];
-    o[4 * j + 2] *= correction[1];
-    o[4 * j + 3] *= correction[1];
-  }
-}
 
-// Takes over the probabilities of a page's half, after raising the references and computing them again when they could have
-// saturated. `earlier` are the fragments of the page's first half when this is the second: they are not in `o` yet. No wgmma may have
-// `o` or `earlier` in flight.
-template <int kHalf, int kFirst, int kCount>
-__device__ __forceinline__ void accept_half(const float (&s)[kCount], RowState (&state)[2], const float (&scale)[2],
-                                            float (&o)[ptx::kAccumulators], uint32_t (&earlier)[kHalfSteps][4],
-                                            HalfProbabilities& half) {
-  if (__any_sync(~0u, half.most > kE4m3Max)) {
-    float correction[2];
-    raise_references<kFirst>(s, state, scale, o, correction);
-    exponentials<kFirst>(s, state, scale, half);
-    if constexpr (kHalf == 1) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t factor = ptx::to_half2(correction[r], correction[r]);
-#pragma unroll
-        for (int step = 0; step < kHalfSteps; ++step) {
-          earlier[step][r] = ptx::scale_e4m3x4(earlier[step][r], factor);
-          earlier[step][r + 2] = ptx::scale_e4m3x4(earlier[step][r + 2], factor);
-        }
-      }
+  __device__ __forceinline__ void begin(float (&s)[ptx::kAccumulators], const RowState (&state)[2], const float (&scale)[2], int lane) {
+    if (member[0]) mask_and_exponentiate<0>(s, state, scale, lane);
+    else if (member[1]) mask_and_exponentiate<1>(s, state, scale, lane);
+  }
+
+  __device__ __forceinline__ void finish(float (&s)[ptx::kAccumulators], RowState (&state)[2], const float (&scale)[2],
+                                         float (&o)[ptx::kAccumulators], uint32_t (&fragments)[kSteps][4], int lane) {
+    if (member[0]) {
+      accept_row<0>(s, state[0], scale[0], o, row);
+      to_fragments<0>(row, fragments);
+      if (member[1]) mask_and_exponentiate<1>(s, state, scale, lane);
+    } else {
+      clear_fragments<0>(fragments);
+    }
+    if (member[1]) {
+      accept_row<1>(s, state[1], scale[1], o, row);
+      to_fragments<1>(row, fragments);
+    } else {
+      clear_fragments<1>(fragments);
     }
   }
-  state[0].sum += half.sum[0];
-  state[1].sum += half.sum[1];
-}
-
-// Rounds a half page's probabilities to E4M3, as the A fragments of two k32 steps in the token order of transpose_v.
-__device__ __forceinline__ void to_fragments(const HalfProbabilities& half, uint32_t (&fragments)[kHalfSteps][4]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r)
-#pragma unroll
-    for (int step = 0; step < kHalfSteps; ++step) {
-      const float* p = half.p[r] + 8 * step;
-      fragments[step][r] = ptx::to_e4m3x4(p[0], p[1], p[2], p[3]);
-      fragments[step][r + 2] = ptx::to_e4m3x4(p[4], p[5], p[6], p[7]);
-    }
-}
-
-// The fragments of a query that did not pick the page; written where the program says so, see ptx::pin_registers.
-__device__ __forceinline__ void clear_fragments(uint32_t (&fragments)[kHalfSteps][4]) {
-#pragma unroll
-  for (int f = 0; f < 4 * kHalfSteps; ++f) asm volatile("mov.b32 %0, 0;" : "=r"(fragments[f / 4][f % 4]));
-}
+};
 
 // Issues S = Q K^T of one page. The caller has fenced; it commits.
 __device__ __forceinline__ void issue_logits(float (&logits)[ptx::kAccumulators], uint64_t q_descriptor, uint64_t k_descriptor) {
@@ -287,29 +312,28 @@ __device__ __forceinline__ void issue_logits(float (&logits)[ptx::kAccumulators]
     ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStepK32, k_descriptor + step * ptx::kDescriptorStepK32);
 }
 
-// Issues O += P V of one page, P as the fragments of its two halves. The caller has fenced; it commits.
-__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&first)[kHalfSteps][4],
-                                             const uint32_t (&second)[kHalfSteps][4], uint64_t vt_descriptor) {
+// Issues O += P V of one page. The caller has fenced; it commits.
+__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&fragments)[kSteps][4],
+                                             uint64_t vt_descriptor) {
 #pragma unroll
-  for (int step = 0; step < kHalfSteps; ++step)
-    ptx::wgmma_m64n128k32_rs(o, first[step], vt_descriptor + step * ptx::kDescriptorStepK32);
-#pragma unroll
-  for (int step = 0; step < kHalfSteps; ++step)
-    ptx::wgmma_m64n128k32_rs(o, second[step], vt_descriptor + (kHalfSteps + step) * ptx::kDescriptorStepK32);
+  for (int step = 0; step < kSteps; ++step)
+    ptx::wgmma_m64n128k32_rs(o, fragments[step], vt_descriptor + step * ptx::kDescriptorStepK32);
 }
 
-// Normalises a warp's 16 rows and writes them to the query's row of the output; a query that saw nothing gets zeros.
-__device__ __forceinline__ void write_query(const UnionAttentionParams& p, const float (&o)[ptx::kAccumulators],
-                                            const RowState (&state)[2], int query, int kv_head, int lane) {
+// Normalises a warp's rows and writes them to their queries' rows of the output; a query that saw nothing gets zeros, an absent one
+// (< 0) nothing.
+__device__ __forceinline__ void write_rows(const UnionAttentionParams& p, const float (&o)[ptx::kAccumulators],
+                                           const RowState (&state)[2], const int (&query)[2], int kv_head, int warp, int lane) {
   const float v_scale = p.v_scale * (p.v_scale_device ? *p.v_scale_device : 1.0f);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    if (query[r] < 0) continue;
     float sum = state[r].sum;
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const float norm = sum > 0.0f ? v_scale / sum : 0.0f;
-    const int head = kv_head * RowTile::kHeadsPerKvHead + (lane >> 2) + 8 * r;
-    __nv_bfloat16* out = p.out + query * p.out_token_stride + head * p.out_head_stride + 4 * (lane & 3);
+    const int head = kv_head * RowTile::kHeadsPerKvHead + RowTile::kHeadsPerWarp * (warp % 2) + (lane >> 2);
+    __nv_bfloat16* out = p.out + query[r] * p.out_token_stride + head * p.out_head_stride + 4 * (lane & 3);
 #pragma unroll
     for (int block = 0; block < RowTile::kHeadDim / 16; ++block) {  // dims 16 block + 4q + {0, 1, 2, 3}
       const float* even = o + 8 * block + 2 * r;

@@ -123,9 +123,9 @@ int multiprocessors(const char* function) {
   return count;
 }
 
-// Transposes every marked page of V to its tile, and clears the marks. marks int32 [kv_heads, pool pages], tiles uint8
-// [kv_heads, pool pages, 128 * 128].
-void value_tiles(TensorView v_cache, TensorView marks, TensorView tiles) {
+// Transposes every marked page of V to its tile, and clears the marks; writes the order in which the plan's groups are drawn behind the
+// queue's two counters. marks int32 [kv_heads, pool pages], tiles uint8 [kv_heads, pool pages, 128 * 128].
+void value_tiles(TensorView v_cache, TensorView marks, TensorView tiles, TensorView counts, TensorView queue) {
   const char* name = "value_tiles";
   require(v_cache.size(2) == 128 && v_cache.stride(2) == 1 && v_cache.stride(0) % 16 == 0 && v_cache.stride(1) % 16 == 0, name,
           "v_cache must be [slots, kv_heads, 128] with rows of 16-byte vectors");
@@ -141,6 +141,11 @@ void value_tiles(TensorView v_cache, TensorView marks, TensorView tiles) {
   params.marks = data<int32_t>(marks);
   params.tiles = data<uint8_t>(tiles);
   params.pool_pages = static_cast<int>(marks.size(1));
+  require(counts.IsContiguous() && counts.size(0) == v_cache.size(1) && queue.IsContiguous() && queue.size(0) == 2 + counts.numel(), name,
+          "counts must be [kv_heads, groups], queue [2 + kv_heads * groups]");
+  params.counts = data<const int32_t>(counts);
+  params.order = data<int32_t>(queue) + 2;
+  params.groups = static_cast<int>(counts.size(1));
   check_cuda(pw::launch_value_tiles(params, static_cast<int>(v_cache.size(1)), multiprocessors(name), current_stream(v_cache)), name);
 }
 
@@ -170,6 +175,7 @@ void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView 
   require(!tiles.has_value() || (tiles.value().IsContiguous() && tiles.value().size(0) == kv_heads &&
                                  tiles.value().size(1) == k_cache.size(0) / pw::RowTile::kPageSize),
           name, "tiles must be [kv_heads, pool pages, 16384]");
+  require(!queue.has_value() || queue.value().size(0) == 2 + counts.numel(), name, "queue must be [2 + kv_heads * groups]");
   require(q.size(1) == 16 * kv_heads && q.size(2) == 128 && k_cache.size(2) == 128, name,
           "16 query heads per KV head and head dim 128 are built in");
   require(q.stride(2) == 1 && out.stride(2) == 1 && k_cache.stride(2) == 1 && v_cache.stride(2) == 1, name,
@@ -195,6 +201,7 @@ void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView 
   params.k_scale_device = data_or_null<float>(k_scale_device);
   params.v_scale_device = data_or_null<float>(v_scale_device);
   params.queue = const_cast<int32_t*>(data_or_null<int32_t>(queue));
+  params.order = params.queue == nullptr ? nullptr : params.queue + 2;
   params.value_tiles = data_or_null<uint8_t>(tiles);
   params.pool_pages = static_cast<int>(k_cache.size(0) / pw::RowTile::kPageSize);
 

@@ -21,12 +21,13 @@
 //   done      [group slot] all consumer warps are past the group's last S      the loading warp and the quantising warps
 //
 // Timeline of a consumer, pages n and n + 1 its own:
-//   wait k_ready(n + 1), v_ready(n) | issue S(n + 1), P V(n) | wait S | probabilities of n + 1, first half | wait P V | free K(n + 1), V(n) |
-//   raise references if need be, second half, round P
+//   wait k_ready(n + 1), v_ready(n) | issue S(n + 1), P V(n) | wait S | probabilities of n + 1, one query | wait P V | free K(n + 1), V(n) |
+//   raise references if need be, the other query if it picked the page too, round P
 // The softmax of one consumer runs while the tensor cores work for the other.
 #pragma once
 
 #include "attention.cuh"
+#include "ptx/dependent_launch.cuh"
 
 namespace pw {
 
@@ -41,14 +42,17 @@ struct StreamTraits {
   static constexpr int kThreads = RowTile::kThreads * (kConsumers + 1);
   static constexpr int kStages = 6;  // 6 x 32 KiB of the SM's 227 KiB
   static constexpr int kGroupSlots = 2;  // of quantised queries: the group that is walked and the next
-  static constexpr int kDraws = 4;       // numbers of groups drawn ahead
+  static constexpr int kDraws = 2;       // numbers of groups on their way to the quantising warps
+  // Pages of a group that are left to load when the next group is drawn: long enough before for its queries to be quantised in time, and
+  // as late as possible, because what a CTA has drawn at the end no idle CTA can take over.
+  static constexpr int kDrawAhead = 12;
   static constexpr int kIssued = 8;      // at least kStages: no more pages than that are on their way
   static constexpr int kQuantisingWarps = RowTile::kWarps - 1;
   // setmaxnreg deals the registers of the launch (168 a thread in three warpgroups: 504) out anew. A sum above that would hang: the
   // last warpgroup waits for registers that nobody gives back.
   static constexpr int kLaunchRegisters = 168;
-  static constexpr int kProducerRegisters = 88;
-  static constexpr int kConsumerRegisters = 208;
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters,
                 "more registers than the launch gives");
   static_assert(kGroupSize <= 8 && kMaxUnion % 32 == 0, "masks are bytes; whole chunks");
@@ -126,27 +130,24 @@ struct RingPosition {
 
 // ---------------------------------------------------------------- Loading warp
 
-// A group's page list, spread over the warp: lane l holds entries l, l + 32, ... Everything is read before anything is needed, one
-// group ahead, so that the reads' latency is hidden behind the pages of the group before.
+// A group's page list, spread over the warp: lane l holds entries l, l + 32, ... Everything is read before anything is needed.
 template <class Traits>
 struct GroupPages {
-  int work;
   int limit;  // of the slot that is this lane's number
   int slot[Traits::kChunks], page[Traits::kChunks];
   uint32_t mask[Traits::kChunks];
 
-  __device__ __forceinline__ void fetch(const UnionAttentionParams& p, int number, int lane) {
-    work = number;
-    if (work == kNoWork) return;
-    const int64_t row = work;
+  __device__ __forceinline__ void fetch(const UnionAttentionParams& p, int64_t row, int lane) {
     limit = lane < Traits::kGroupSize ? __ldg(p.limits + row * Traits::kGroupSize + lane) : -1;
+    const int64_t own = row * p.max_union + lane;
+    const int32_t *own_slot = p.slots + own, *own_page = p.pages + own;
+    const uint8_t* own_mask = p.masks + own;
 #pragma unroll
     for (int i = 0; i < Traits::kChunks; ++i) {
-      const int entry = lane + 32 * i;
-      const bool there = entry < p.max_union;  // behind the union masks are 0
-      slot[i] = there ? __ldg(p.slots + row * p.max_union + entry) : -1;
-      page[i] = there ? __ldg(p.pages + row * p.max_union + entry) : 0;
-      mask[i] = there ? __ldg(p.masks + row * p.max_union + entry) : 0;
+      const bool there = lane + 32 * i < p.max_union;  // behind the union masks are 0
+      slot[i] = there ? __ldg(own_slot + 32 * i) : -1;
+      page[i] = there ? __ldg(own_page + 32 * i) : 0;
+      mask[i] = there ? __ldg(own_mask + 32 * i) : 0;
     }
   }
 
@@ -165,31 +166,18 @@ struct GroupPages {
   }
 };
 
-// Draws groups from the queue, ahead of their pages, and tells the quantising warps.
+// One thread's work: draws the next group and tells the quantising warps. Returns its number or kNoWork.
 template <class Traits>
-struct GroupQueue {
-  const UnionAttentionParams& p;
-  StreamSharedStorage<Traits>& shared;
-  int work_items, lane;
-  RingPosition<Traits::kDraws> ring;
-  bool empty = false;
-
-  __device__ __forceinline__ int draw() {
-    if (empty) return kNoWork;
-    int work = 0;
-    if (lane == 0) {
-      work = atomicAdd(p.queue, 1);
-      if (work >= work_items) work = kNoWork;
-      ptx::mbarrier_wait(&shared.read[ring.stage], ring.phase ^ 1);  // a barrier that was never used counts as free
-      shared.draws[ring.stage] = work;
-      ptx::mbarrier_arrive(&shared.drawn[ring.stage]);
-    }
-    ring.advance();
-    work = __shfl_sync(~0u, work, 0);
-    empty = work == kNoWork;
-    return work;
-  }
-};
+__device__ __forceinline__ int draw_group(const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared, int work_items,
+                                          RingPosition<Traits::kDraws>& ring) {
+  const int place = atomicAdd(p.queue, 1);
+  const int work = place < work_items ? __ldg(p.order + place) : kNoWork;
+  ptx::mbarrier_wait(&shared.read[ring.stage], ring.phase ^ 1);  // a barrier that was never used counts as free
+  shared.draws[ring.stage] = work;
+  ptx::mbarrier_arrive(&shared.drawn[ring.stage]);
+  ring.advance();
+  return work;
+}
 
 // Writes the list of the group's pages that somebody sees, in the order of the union, and for each page and consumer the distance to
 // the next page that has a member of the consumer (0: none). Returns the number of pages; first[c]: first page of consumer c, or -1.
@@ -237,7 +225,7 @@ struct PageCopier {
   const CUtensorMap& k_map;
   StreamSharedStorage<Traits>& shared;
   RingPosition<Traits::kStages> k_ring, v_ring;
-  RingPosition<Traits::kIssued> issued[Traits::kConsumers];
+  uint32_t issued[Traits::kConsumers] = {};  // pages of each consumer whose K has been issued
   uint32_t loaded = 0;  // pages whose K has been issued
 
   __device__ __forceinline__ NextPage describe(int c, int entry, int distance) const {
@@ -272,10 +260,7 @@ struct PageCopier {
     ptx::tma_load_3d(shared.k[s], &k_map, 0, kv_head, page.slot * RowTile::kPageSize, &shared.k_ready[s]);
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) {
-      if (page.members(c) != 0) {
-        ptx::mbarrier_arrive(&shared.issued[c][issued[c].stage]);
-        issued[c].advance();
-      }
+      if (page.members(c) != 0) ptx::mbarrier_arrive(&shared.issued[c][issued[c]++ % Traits::kIssued]);
     }
     free_for_others(&shared.k_free[s], page);
     k_ring.advance();
@@ -296,34 +281,37 @@ struct PageCopier {
 template <class Traits>
 __device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared,
                                            int work_items, int lane) {
-  GroupQueue<Traits> queue{p, shared, work_items, lane};
+  RingPosition<Traits::kDraws> draws;
   RingPosition<Traits::kGroupSlots> group_ring;
   PageCopier<Traits> copier{k_map, shared};
-  GroupPages<Traits> next;
-  next.fetch(p, queue.draw(), lane);
-  int drawn = queue.draw();
+  int next_work = kNoWork;
+  if (lane == 0) next_work = draw_group(p, shared, work_items, draws);
 #pragma unroll 1
-  while (next.work != kNoWork) {
-    GroupPages<Traits> now = next;
-    next.fetch(p, drawn, lane);
-    drawn = queue.draw();
-    now.drop_unseen();
+  while (true) {
+    const int work = __shfl_sync(~0u, next_work, 0);
+    if (work == kNoWork) break;
+    GroupPages<Traits> pages;
+    pages.fetch(p, work, lane);
+    pages.drop_unseen();
     int first[Traits::kConsumers];
-    const int count = list_pages(now, shared, lane, first);
+    const int count = list_pages(pages, shared, lane, first);
     ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
     if (lane == 0) {
 #pragma unroll
       for (int c = 0; c < Traits::kConsumers; ++c)
         shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextPage{0, 0} : copier.describe(c, 0, first[c]);
       ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);
-      const int kv_head = now.work / p.groups;
+      const int kv_head = work / p.groups;
       const uint8_t* tiles = p.value_tiles + static_cast<int64_t>(kv_head) * p.pool_pages * RowTile::kTileBytes;
+      const int draw_at = max(count - Traits::kDrawAhead, 0);
 #pragma unroll 1
       for (int entry = 0; entry < count; ++entry) {
         copier.copy_k(entry, kv_head);
         if (entry > 0) copier.copy_v(entry - 1, tiles);
+        if (entry == draw_at) next_work = draw_group(p, shared, work_items, draws);
       }
       if (count > 0) copier.copy_v(count - 1, tiles);
+      else next_work = draw_group(p, shared, work_items, draws);
     }
     __syncwarp();
     group_ring.advance();
@@ -399,10 +387,10 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
   // Waits until K of the consumer's next page has landed; returns where.
-  RingPosition<Traits::kIssued> own;
+  uint32_t own = 0;  // own pages waited for
   auto wait_for = [&](const NextPage& page) {
-    ptx::mbarrier_wait(&shared.issued[number][own.stage], own.phase);
-    own.advance();
+    ptx::mbarrier_wait(&shared.issued[number][own % Traits::kIssued], own / Traits::kIssued & 1);
+    ++own;
     const PagePlace at{static_cast<int>(page.number % Traits::kStages), page.number / Traits::kStages & 1};
     ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
     return at;
@@ -416,9 +404,9 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     const StreamGroup<Traits>& group = shared.groups[g];
     const int work = group.work;
     if (work == kNoWork) break;
-    const int slot = number * RowTile::kQueries + warp;
-    const int query = group.queries[slot], limit = group.limits[slot];
-    const float* row_scale = group.row_scale[number] + warp * RowTile::kHeadsPerKvHead + (lane >> 2);
+    const int slot = number * RowTile::kQueries + RowTile::query_of(warp, 0);
+    const int limit[2] = {group.limits[slot], group.limits[slot + 2]};
+    const float* row_scale = group.row_scale[number] + 16 * warp + (lane >> 2);
     const float scale[2] = {row_scale[0], row_scale[8]};
     const uint64_t q_descriptor = ptx::wgmma_descriptor(shared.q[g][number]);
     NextPage page = pass(read(group.first[number]));
@@ -430,31 +418,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     // -------- Its pages
     while (page.members() != 0) {
       float s[ptx::kAccumulators];
-      uint32_t first[kHalfSteps][4], second[kHalfSteps][4];  // P
-      HalfProbabilities half;
-      bool member = (page.members() >> warp) & 1;
-      // Probabilities of the page's first half: all that may be done while P V of the page before is in flight.
-      auto begin_softmax = [&] {
-        if (!member) return;
-        const int last_key = limit - page.first_token();
-        if (last_key < RowTile::kPageSize - 1) {
-          mask_future_keys<0>(s, last_key, lane);
-          mask_future_keys<kHalfAccumulators>(s, last_key - kHalfPage, lane);
-        }
-        exponentials<0>(s, state, scale, half);
-      };
-      auto finish_softmax = [&] {
-        if (member) {
-          accept_half<0, 0>(s, state, scale, o, first, half);
-          to_fragments(half, first);
-          exponentials<kHalfAccumulators>(s, state, scale, half);
-          accept_half<1, kHalfAccumulators>(s, state, scale, o, first, half);
-          to_fragments(half, second);
-        } else {
-          clear_fragments(first);
-          clear_fragments(second);
-        }
-      };
+      uint32_t fragments[kSteps][4];  // P
       PagePlace at = wait_for(page);
       NextPage next = read(shared.next[at.stage][number]);
       ptx::pin_registers(s);
@@ -466,51 +430,53 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       ptx::wgmma_wait<0>();
       ptx::pin_registers(s);
       release(&shared.k_free[at.stage]);
-      begin_softmax();
-      finish_softmax();
+      {
+        PageSoftmax softmax(page.members(), page.first_token(), limit, warp);
+        softmax.begin(s, state, scale, lane);
+        softmax.finish(s, state, scale, o, fragments, lane);
+      }
 #pragma unroll 1
       while (next.members() != 0 && !next.is_far()) {
         const PagePlace next_at = wait_for(next);
         NextPage after = read(shared.next[next_at.stage][number]);
         ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
-        ptx::pin_registers(first);
-        ptx::pin_registers(second);
+        ptx::pin_registers(fragments);
         ptx::pin_registers(s);
         ptx::pin_registers(o);
         ptx::wgmma_fence();
         issue_logits(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
         ptx::wgmma_commit();
-        issue_values(o, first, second, ptx::wgmma_descriptor(shared.vt[at.stage]));
+        issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
         ptx::wgmma_commit();
         page = next;
-        member = (page.members() >> warp) & 1;
         next = pass(after);
+        PageSoftmax softmax(page.members(), page.first_token(), limit, warp);
         ptx::wgmma_wait<1>();
         ptx::pin_registers(s);
-        begin_softmax();
+        softmax.begin(s, state, scale, lane);
         ptx::wgmma_wait<0>();
         ptx::pin_registers(o);
         release(&shared.v_free[at.stage]);
         at = next_at;
         release(&shared.k_free[at.stage]);
-        finish_softmax();
+        softmax.finish(s, state, scale, o, fragments, lane);
       }
       ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
-      ptx::pin_registers(first);
-      ptx::pin_registers(second);
+      ptx::pin_registers(fragments);
       ptx::pin_registers(o);
       ptx::wgmma_fence();
-      issue_values(o, first, second, ptx::wgmma_descriptor(shared.vt[at.stage]));
+      issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::pin_registers(o);
       release(&shared.v_free[at.stage]);
       page = next;
     }
+    const int query[2] = {group.queries[slot], group.queries[slot + 2]};
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(&shared.done[g]);
     group_ring.advance();
-    if (query >= 0) write_query(p, o, state, query, work / p.groups, lane);
+    write_rows(p, o, state, query, work / p.groups, warp, lane);
   }
 }
 
@@ -546,6 +512,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  ptx::wait_for_earlier_kernels();
 
   if (warpgroup == 0) {
     ptx::set_max_registers_down<Traits::kProducerRegisters>();
@@ -568,8 +535,7 @@ cudaError_t launch_stream_attention(const CUtensorMap& k_map, const UnionAttenti
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   const int work_items = params.groups * kv_heads;
-  kernel<<<min(processors, work_items), Traits::kThreads, kSharedBytes, stream>>>(k_map, params, work_items);
-  return cudaGetLastError();
+  return ptx::launch_early(kernel, dim3(min(processors, work_items)), dim3(Traits::kThreads), kSharedBytes, stream, k_map, params, work_items);
 }
 
 }  // namespace pw

@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
   for (int r = 0; r < Traits::kGroupSize; ++r) spare &= group_queries[r] < 0;
   if (spare) return;  // all slots are empty, for both CTAs
   const int count = min(p.counts[group], Traits::kMaxUnion);
-  const int query = group_queries[rank * RowTile::kQueries + warp];
-  const int limit = group_limits[rank * RowTile::kQueries + warp];
+  const int slot = rank * RowTile::kQueries + RowTile::query_of(warp, 0);
+  const int query[2] = {group_queries[slot], group_queries[slot + 2]}, limit[2] = {group_limits[slot], group_limits[slot + 2]};
 
   // -------- Set-up: barriers, the group's page list, Q
   if (threadIdx.x == 0) {
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
     shared.entries[threadIdx.x] = {max(slot, 0), static_cast<uint32_t>(page) | mask << kMaskShift};
   }
   const float softmax_scale_log2 = p.softmax_scale_log2 * (p.k_scale_device ? *p.k_scale_device : 1.0f);
-  quantise_query(p, shared.q, shared.row_scale, query, kv_head, warp, lane, softmax_scale_log2);
+  quantise_query(p, shared.q, shared.row_scale, group_queries[rank * RowTile::kQueries + warp], kv_head, warp, lane, softmax_scale_log2);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if constexpr (Traits::kClusterSize > 1) {  // no copy may reach a CTA whose barriers are not ready
@@ -183,25 +183,14 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       ptx::pin_registers(logits);
       release_slot();
 
-      uint32_t first[kHalfSteps][4] = {}, second[kHalfSteps][4] = {};  // P
-      if ((members >> warp) & 1) {
-        const int last_key = limit - first_token;
-        if (last_key < RowTile::kPageSize - 1) {
-          mask_future_keys<0>(logits, last_key, lane);
-          mask_future_keys<kHalfAccumulators>(logits, last_key - kHalfPage, lane);
-        }
-        HalfProbabilities half;
-        exponentials<0>(logits, state, scale, half);
-        accept_half<0, 0>(logits, state, scale, o, first, half);
-        to_fragments(half, first);
-        exponentials<kHalfAccumulators>(logits, state, scale, half);
-        accept_half<1, kHalfAccumulators>(logits, state, scale, o, first, half);
-        to_fragments(half, second);
-      }
+      uint32_t fragments[kSteps][4];  // P
+      PageSoftmax softmax(members, first_token, limit, warp);
+      softmax.begin(logits, state, scale, lane);
+      softmax.finish(logits, state, scale, o, fragments, lane);
       __syncthreads();  // V^T is complete; all warps are past the P V of the page before the last
       ptx::pin_registers(o);
       ptx::wgmma_fence();
-      issue_values(o, first, second, ptx::wgmma_descriptor(shared.vt[vt_slot]));
+      issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[vt_slot]));
       ptx::wgmma_commit();
       vt_slot ^= 1;
     }
@@ -214,7 +203,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
   ptx::wgmma_wait<0>();
   ptx::pin_registers(o);
 
-  if (query >= 0) write_query(p, o, state, query, kv_head, lane);
+  write_rows(p, o, state, query, kv_head, warp, lane);
   if constexpr (Traits::kClusterSize > 1) {  // the peer may still arrive at this CTA's barriers, or copy into its slots
     ptx::cluster_arrive();  // after this CTA's last arrivals at the peer's barriers
     ptx::cluster_wait();
