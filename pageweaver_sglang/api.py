@@ -303,7 +303,7 @@ def sparse_prefill(
         marks=None if value_tiles is None else value_tiles.begin(),
     )
     if value_tiles is not None:
-        ops.value_tiles(v_cache, value_tiles)
+        ops.value_tiles(v_cache, value_tiles, plan)
         value_tiles.end()
     ops.union_attention(
         q,

@@ -39,8 +39,9 @@ class UnionPlan:
             in a plan that was not built for attention.
         group_size: queries per group.
         page_size: tokens per page.
-        queue: int32 ``[2]``, what the attention kernel's CTAs draw groups from; cleared by the union preparation.
-            ``None`` where ``slots`` is.
+        queue: int32 ``[2 + kv_heads * groups]``, what the attention kernel's CTAs draw groups from: two counters,
+            cleared by the union preparation, and the order of the groups, written with the value tiles (stream
+            engine). ``None`` where ``slots`` is.
     """
 
     pages: torch.Tensor
@@ -83,7 +84,7 @@ class UnionPlan:
             slots=ints(*union) if with_slots else None,
             group_size=group_size,
             page_size=page_size,
-            queue=ints(2) if with_slots else None,
+            queue=ints(2 + kv_heads * groups) if with_slots else None,
         )
 
     def visits(self) -> int:

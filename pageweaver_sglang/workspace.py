@@ -100,7 +100,7 @@ class Workspace:
         self._counts = ints(groups)
         self._queries = ints(members)
         self._limits = ints(members)
-        self._queue = ints(2)
+        self._queue = ints(2 + groups)
         self._out = None
         if q_heads is not None:
             self._out = torch.empty(max_tokens * q_heads * head_dim, dtype=dtype, device=device)
@@ -149,7 +149,7 @@ class Workspace:
             slots=_view(self._slots, *union),
             group_size=self.group_size,
             page_size=page_size,
-            queue=self._queue,
+            queue=_view(self._queue, 2 + self.kv_heads * groups),
         )
 
     def value_tiles(self, pool_pages: int) -> ValueTiles:

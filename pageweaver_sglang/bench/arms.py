@@ -227,12 +227,12 @@ class Stages:
         return self._spaces[index].value_tiles(_pool_pages(self.sets[index]))
 
     def value_tiles(self, index: int) -> pw.ValueTiles | None:
-        """Transpose the pages of V that :meth:`prepare_unions` marked, and clear the marks; nothing without tiles."""
+        """Transpose the pages of V that :meth:`prepare_unions` marked, and order the groups; nothing without tiles."""
         from pageweaver_sglang.cuda import ops
 
         tiles = self.tiles(index)
         if tiles is not None:
-            ops.value_tiles(self.sets[index].v_cache, tiles)
+            ops.value_tiles(self.sets[index].v_cache, tiles, self.plan(index))
         return tiles
 
     def attend(self, index: int, plan: pw.UnionPlan) -> torch.Tensor:

@@ -74,13 +74,15 @@ def prepare_unions(
     )
 
 
-def value_tiles(v_cache: Tensor, tiles: ValueTiles) -> None:
-    """Transpose every marked page of ``v_cache`` to its tile, and clear the marks.
+def value_tiles(v_cache: Tensor, tiles: ValueTiles, plan: UnionPlan) -> None:
+    """Transpose every marked page of ``v_cache`` to its tile, and clear the marks; put the plan's groups in order.
+
+    The order, largest group first, is written behind the counters of ``plan.queue``.
 
     ``v_cache`` is float8_e4m3fn ``[pool_pages * 128, kv_heads, 128]``. Bytes that are NaN become zero behind a page's
     marked number of tokens.
     """
-    load().pw_value_tiles(v_cache, tiles.marks, tiles.tiles)
+    load().pw_value_tiles(v_cache, tiles.marks, tiles.tiles, plan.counts, plan.queue)
 
 
 def default_engine(group_size: int) -> str:

@@ -50,8 +50,8 @@ def calls(monkeypatch):
         if options.get("marks") is not None:
             options["marks"].fill_(128)
 
-    def value_tiles(v_cache, tiles):
-        made.append(("value_tiles", (v_cache, tiles), {"marked": bool(tiles.marks.any())}))
+    def value_tiles(v_cache, tiles, plan):
+        made.append(("value_tiles", (v_cache, tiles, plan), {"marked": bool(tiles.marks.any())}))
         tiles.marks.zero_()
 
     def union_attention(q, k_cache, v_cache, plan, out, **options):
@@ -165,8 +165,9 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
         assert marks is None
         assert attended_tiles is None
     else:
-        _, (values, tiles), seen = calls[-2]
+        _, (values, tiles, ordered), seen = calls[-2]
         assert values is CASE.v_cache
+        assert ordered is plan
         assert seen == {"marked": True}
         assert marks is tiles.marks
         assert attended_tiles is tiles.tiles
@@ -207,7 +208,7 @@ def test_marks_that_a_failed_call_left_are_cleared_before_the_next(calls, monkey
     workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, pool_pages=POOL_PAGES, device="cpu")
     seen, prepare_unions, value_tiles = [], ops.prepare_unions, ops.value_tiles
 
-    def fail(v_cache, tiles):
+    def fail(v_cache, tiles, plan):
         raise RuntimeError("no launch")
 
     def look(*arguments, marks, **options):

@@ -64,10 +64,10 @@ def test_prepare_unions(heard, with_pool, with_marks):
 
 def test_value_tiles(heard):
     v_cache, tiles = torch.zeros(256, 1, 128), ValueTiles.empty(1, 2, device="cpu")
-    ops.value_tiles(v_cache, tiles)
+    ops.value_tiles(v_cache, tiles, PLAN)
     ((name, got),) = heard
     assert name == "pw_value_tiles"
-    assert same(got, [v_cache, tiles.marks, tiles.tiles])
+    assert same(got, [v_cache, tiles.marks, tiles.tiles, PLAN.counts, PLAN.queue])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_union_attention(heard, scale, number, tensor):
 def test_the_exports_take_as_many_arguments_as_they_are_given():
     """The library's signatures, by its source: a missing argument would only show on a GPU."""
     source = (kernels_dir() / "bindings.cu").read_text()
-    given = {"regroup": 9, "union_prep": 18, "value_tiles": 3, "attention": 18}
+    given = {"regroup": 9, "union_prep": 18, "value_tiles": 5, "attention": 18}
     for name, count in given.items():
         assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_{name}, {name})" in source
         (parameters,) = re.findall(rf"^void {name}\(([^)]*)\) {{$", source, re.MULTILINE)

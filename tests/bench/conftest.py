@@ -84,7 +84,7 @@ def reference_kernels(monkeypatch):
             pool["marks"].fill_(plan.page_size)
         where.update(req_to_token=pool["req_to_token"], slot_ids=pool["slot_ids"], cu_seqlens=cu_seqlens)
 
-    def value_tiles(v_cache, tiles):
+    def value_tiles(v_cache, tiles, plan):
         """As the kernel, without the transposition."""
         pages = v_cache.view(torch.uint8).view(-1, 128, *v_cache.shape[1:]).permute(2, 0, 1, 3).flatten(2)
         marked = tiles.marks > 0

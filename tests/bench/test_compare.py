@@ -122,9 +122,9 @@ def test_value_tiles_alone_do_the_same_work_every_time(no_gpu, workload_file, mo
 
     marked, inner = [], ops.value_tiles
 
-    def count(v_cache, tiles):
+    def count(v_cache, tiles, plan):
         marked.append(int((tiles.marks > 0).sum()))
-        inner(v_cache, tiles)
+        inner(v_cache, tiles, plan)
 
     monkeypatch.setattr(ops, "value_tiles", count)
     arm = arms.StagedArm("x", "", ("tiles",))

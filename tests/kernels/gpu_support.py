@@ -37,7 +37,7 @@ def attend(
     marks = None if tiles is None else tiles.marks
     plan = plan_with_slots(case, perm, window=window or 128, group_size=group_size, marks=marks)
     if tiles is not None:
-        ops.value_tiles(case.v_cache, tiles)
+        ops.value_tiles(case.v_cache, tiles, plan)
     if out is None:
         out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
     ops.union_attention(

@@ -10,6 +10,7 @@ from gpu_support import HAS_CUDA, attend, poisoned_tiles, same_bits
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import nrms
+from pageweaver_sglang.plan import UnionPlan
 from tests.generators import make_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
@@ -66,6 +67,36 @@ def random_cache(pool_pages: int, kv_heads: int, layout: str, seed: int = 0) -> 
     return values.view(torch.float8_e4m3fn)
 
 
+def some_plan(v_cache, groups=1):
+    """A plan of ``groups`` groups for tests of the tiles alone: page counts of 0 to 128, the counters in use."""
+    kv_heads = v_cache.shape[1]
+    plan = UnionPlan.empty(
+        kv_heads, 8 * groups, 0, 16, window=128, group_size=8, page_size=128, device="cuda", with_slots=True
+    )
+    random = torch.Generator(device="cuda").manual_seed(groups)
+    plan.counts.copy_(torch.randint(0, 129, plan.counts.shape, device="cuda", generator=random))
+    plan.queue.fill_(-7)
+    return plan
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("groups", [1, 2, 127, 128, 129, 1909, 8200])
+def test_groups_are_ordered_by_pages(groups, kv_heads):
+    """Each KV head's groups from most pages to fewest; the heads take turns; the counters are left alone."""
+    from pageweaver_sglang.cuda import ops
+
+    v_cache = random_cache(3, kv_heads, "plain")
+    plan = some_plan(v_cache, groups)
+    ops.value_tiles(v_cache, poisoned_tiles(v_cache), plan)
+    assert plan.queue[:2].tolist() == [-7, -7]
+    order = plan.queue[2:].view(-1, kv_heads).T
+    counts = plan.counts.shape[1]
+    heads = torch.arange(kv_heads, device="cuda")[:, None]
+    assert torch.equal(order.sort(dim=1).values, heads * counts + torch.arange(counts, device="cuda"))
+    pages = plan.counts.gather(1, order.long() - heads * counts)
+    assert bool((pages[:, 1:] <= pages[:, :-1]).all())
+
+
 @pytest.mark.parametrize("layout", ["plain", "beside K", "heads apart"])
 @pytest.mark.parametrize(
     ("pool_pages", "kv_heads", "share"),
@@ -82,7 +113,7 @@ def test_marked_pages_and_no_others(pool_pages, kv_heads, share, layout):
     marked = torch.rand(shape, device="cuda", generator=random) < share
     marked[:, [0, -1]] = True
     tiles.marks.copy_(tokens * marked)
-    ops.value_tiles(v_cache, tiles)
+    ops.value_tiles(v_cache, tiles, some_plan(v_cache))
     assert not bool(tiles.marks.any())
     assert bool((tiles.tiles[~marked] == POISON).all())
     heads, pages = marked.nonzero(as_tuple=True)
@@ -103,7 +134,7 @@ def test_every_number_of_tokens():
     tiles = poisoned_tiles(v_cache, POISON)
     tokens = torch.arange(1, 129, dtype=torch.int32, device="cuda")
     tiles.marks.copy_(tokens)
-    ops.value_tiles(v_cache.view(torch.float8_e4m3fn), tiles)
+    ops.value_tiles(v_cache.view(torch.float8_e4m3fn), tiles, some_plan(v_cache))
     expected = expected_tiles(v_cache.view(128, 128, 128), tokens)
     assert torch.equal(tiles.tiles[0], expected)
     zeros = (tiles.tiles[0] == 0).sum(dim=1)
@@ -115,7 +146,7 @@ def test_no_marks_write_nothing():
 
     v_cache = random_cache(300, 2, "plain")
     tiles = poisoned_tiles(v_cache, POISON)
-    ops.value_tiles(v_cache, tiles)
+    ops.value_tiles(v_cache, tiles, some_plan(v_cache))
     assert bool((tiles.tiles == POISON).all())
 
 
