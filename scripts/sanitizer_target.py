@@ -21,16 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pageweaver_sglang as pw
 from tests.generators import make_case
 
-# (case, what differs from it): tails, holes, several requests, padding, several KV heads, contexts of 516 and of
-# 4689 pages.
+# (case, what differs from it): a tail, holes, several requests, padding; 4 KV heads with more groups than SMs, so that
+# every CTA draws several; a context of 4689 pages of which few are picked.
 CASES = (
-    ("tail", {"requests": ((20, 700),), "tail": 37}),
+    ("tail", {"requests": ((20, 700),), "tail": 37, "kv_heads": 4}),
     ("holes", {"requests": ((40, 900),)}),
     ("packed", {"requests": ((9, 0), (1, 300), (30, 500))}),
     ("padded", {"requests": ((10, 400), (5, 0)), "padding": 11}),
-    ("heads4", {"requests": ((17, 640),)}),
-    ("past_512_pages", {"requests": ((16, 66_000),)}),
-    ("past_512_pages", {"requests": ((70, 600_000),)}),
+    ("few_picks", {"requests": ((1100, 300),), "k": 1, "kv_heads": 4}),
+    ("past_512_pages", {"requests": ((30, 600_000),)}),
 )
 
 
