@@ -18,7 +18,7 @@
 //   read      [draw]       they have read it                                   the loading warp
 //   ready     [group slot] the group's queries are quantised, its first        consumers
 //                          pages known
-//   done      [group slot] all consumer warps are past the group's last S      the loading warp and the quantising warps
+//   done      [group slot] all consumers are past the group's last S              the loading warp and the quantising warps
 //
 // Timeline of a consumer, pages n and n + 1 its own:
 //   wait k_ready(n + 1), v_ready(n) | issue S(n + 1), P V(n) | wait S | probabilities of n + 1, one query | wait P V | free K(n + 1), V(n) |
@@ -473,8 +473,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       page = next;
     }
     const int query[2] = {group.queries[slot], group.queries[slot + 2]};
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.done[g]);
+    ptx::mbarrier_arrive(&shared.done[g]);  // every lane: each has read what lies in the group's slot
     group_ring.advance();
     write_rows(p, o, state, query, work / p.groups, warp, lane);
   }
@@ -503,7 +502,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       for (int i = 0; i < Traits::kIssued; ++i) ptx::mbarrier_init(&shared.issued[c][i], 1);
     for (int g = 0; g < Traits::kGroupSlots; ++g) {
       ptx::mbarrier_init(&shared.ready[g], Traits::kQuantisingWarps + 1);
-      ptx::mbarrier_init(&shared.done[g], kConsumerWarps);
+      ptx::mbarrier_init(&shared.done[g], 32 * kConsumerWarps);
     }
     for (int d = 0; d < Traits::kDraws; ++d) {
       ptx::mbarrier_init(&shared.drawn[d], 1);
