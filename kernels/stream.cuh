@@ -363,8 +363,7 @@ __device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, S
       }
       ptx::fence_proxy_async_shared();
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.ready[ring.stage]);
+    ptx::mbarrier_arrive(&shared.ready[ring.stage]);  // every lane: each has written a part
     if (work == kNoWork) break;
     ring.advance();
   }
@@ -501,7 +500,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int c = 0; c < Traits::kConsumers; ++c)
       for (int i = 0; i < Traits::kIssued; ++i) ptx::mbarrier_init(&shared.issued[c][i], 1);
     for (int g = 0; g < Traits::kGroupSlots; ++g) {
-      ptx::mbarrier_init(&shared.ready[g], Traits::kQuantisingWarps + 1);
+      ptx::mbarrier_init(&shared.ready[g], 32 * Traits::kQuantisingWarps + 1);
       ptx::mbarrier_init(&shared.done[g], 32 * kConsumerWarps);
     }
     for (int d = 0; d < Traits::kDraws; ++d) {

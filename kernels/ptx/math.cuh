@@ -1,5 +1,7 @@
 // Conversions and special functions that CUDA C++ has no direct name for.
 #pragma once
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace pw::ptx {
@@ -25,31 +27,19 @@ __device__ __forceinline__ uint32_t to_e4m3x4(float b0, float b1, float b2, floa
   return packed;
 }
 
-// Two floats to a pair of halves, the first in the lower one.
-__device__ __forceinline__ uint32_t to_half2(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(low), "f"(high));
-  return packed;
-}
-
-// Multiplies four E4M3 bytes by a factor (an FP16 pair of the same value); rounds to nearest even.
-__device__ __forceinline__ uint32_t scale_e4m3x4(uint32_t x, uint32_t factor) {
-  uint32_t y;
+// The reverse: exact.
+__device__ __forceinline__ float4 from_e4m3x4(uint32_t x) {
+  uint32_t low, high;
   asm("{\n"
-      ".reg .b16 low, high;\n"
-      ".reg .b32 low2, high2;\n"
-      "mov.b32 {low, high}, %1;\n"
-      "cvt.rn.f16x2.e4m3x2 low2, low;\n"
-      "cvt.rn.f16x2.e4m3x2 high2, high;\n"
-      "mul.rn.f16x2 low2, low2, %2;\n"
-      "mul.rn.f16x2 high2, high2, %2;\n"
-      "cvt.rn.satfinite.e4m3x2.f16x2 low, low2;\n"
-      "cvt.rn.satfinite.e4m3x2.f16x2 high, high2;\n"
-      "mov.b32 %0, {low, high};\n"
+      ".reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
       "}\n"
-      : "=r"(y)
-      : "r"(x), "r"(factor));
-  return y;
+      : "=r"(low), "=r"(high)
+      : "r"(x));
+  const float2 ab = __half22float2(*reinterpret_cast<const __half2*>(&low)), cd = __half22float2(*reinterpret_cast<const __half2*>(&high));
+  return make_float4(ab.x, ab.y, cd.x, cd.y);
 }
 
 }  // namespace pw::ptx
