@@ -1,7 +1,5 @@
 // Conversions and special functions that CUDA C++ has no direct name for.
 #pragma once
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 namespace pw::ptx {
@@ -25,21 +23,6 @@ __device__ __forceinline__ uint32_t to_e4m3x4(float b0, float b1, float b2, floa
       : "=r"(packed)
       : "f"(b0), "f"(b1), "f"(b2), "f"(b3));
   return packed;
-}
-
-// The reverse: exact.
-__device__ __forceinline__ float4 from_e4m3x4(uint32_t x) {
-  uint32_t low, high;
-  asm("{\n"
-      ".reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
-      "}\n"
-      : "=r"(low), "=r"(high)
-      : "r"(x));
-  const float2 ab = __half22float2(*reinterpret_cast<const __half2*>(&low)), cd = __half22float2(*reinterpret_cast<const __half2*>(&high));
-  return make_float4(ab.x, ab.y, cd.x, cd.y);
 }
 
 }  // namespace pw::ptx
