@@ -55,7 +55,7 @@ class Config(BaseModel):
     """SGLang's own Step 3 (plugin only), unions in the original order, or unions of regrouped queries."""
     engine: Literal["stream", "union8"] = Field("stream", description="stream or union8")
     """Attention kernel: pages streamed to independent warpgroups, or the paper's two-CTA cluster; the same bits."""
-    window: Literal[64, 128] = Field(128, description="64 or 128")
+    window: Literal[64, 128] = Field(64, description="64 or 128")
     """Consecutive queries of one request among which one regroup chooses."""
     guard: Literal["none", "window"] = Field("window", description="none or window")
     """``window`` keeps a window's original order unless regrouping lowers its page visits."""

@@ -43,7 +43,7 @@ class Workspace:
         kv_heads: int,
         topk: int,
         q_heads: int | None = None,
-        window: int = 128,
+        window: int = 64,
         group_size: int = 8,
         head_dim: int = 128,
         dtype: torch.dtype = torch.bfloat16,

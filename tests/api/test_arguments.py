@@ -183,9 +183,9 @@ BAD = {
             (pw.Workspace(20, 3, kv_heads=1, topk=16, device="cpu"), ValueError, "kv_heads=2, got kv_heads=1"),
             (pw.Workspace(20, 3, kv_heads=2, topk=8, device="cpu"), ValueError, "topk=16, got topk=8"),
             (
-                pw.Workspace(20, 3, kv_heads=2, topk=16, window=64, device="cpu"),
+                pw.Workspace(20, 3, kv_heads=2, topk=16, window=128, device="cpu"),
                 ValueError,
-                "window=128, got window=64",
+                "window=64, got window=128",
             ),
             (pw.Workspace(20, 3, kv_heads=2, topk=16, group_size=4, device="cpu"), ValueError, "group_size=8"),
             (

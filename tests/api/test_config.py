@@ -11,7 +11,7 @@ from pageweaver_sglang._paths import configs_dir
 FIELDS = {
     "mode": "pageweaver",
     "engine": "stream",
-    "window": 128,
+    "window": 64,
     "guard": "window",
     "capacity": 512,
     "overflow": "rename",
@@ -53,7 +53,7 @@ def test_the_default_profile_spells_every_setting_out():
 def test_profiles():
     assert sorted(path.stem for path in configs_dir().glob("*.yaml")) == ["default", "native", "paper", "union8"]
     paper = pw.load_config("paper", env={})
-    assert paper == pw.Config(engine="union8", capacity=512, overflow="original", guard="none")
+    assert paper == pw.Config(engine="union8", window=128, capacity=512, overflow="original", guard="none")
     assert pw.load_config("union8", env={}) == pw.Config(mode="union8")
     assert pw.load_config("native", env={}) == pw.Config(mode="native")
 
@@ -64,9 +64,9 @@ def test_capacity_as_an_argument_of_regroup():
 
 
 def test_environment_overrides_the_profile(profile):
-    path = profile("window: 64\nguard: none\n")
+    path = profile("window: 128\nguard: none\n")
     env = {"PAGEWEAVER_CONFIG": str(path), "PAGEWEAVER_GUARD": "window", "HOME": "/", "PAGEWEAVERX": "1"}
-    assert pw.load_config(env=env) == pw.Config(window=64, guard="window")
+    assert pw.load_config(env=env) == pw.Config(window=128, guard="window")
 
 
 def test_every_setting_has_a_variable():
@@ -115,7 +115,7 @@ def test_an_argument_goes_before_the_variable_that_names_a_profile(profile):
     env = {"PAGEWEAVER_CONFIG": "union8"}
     assert pw.load_config(env=env).mode == "union8"
     assert pw.load_config("paper", env=env).mode == "pageweaver"
-    assert pw.load_config(profile("window: 64"), env=env) == pw.Config(window=64)
+    assert pw.load_config(profile("window: 128"), env=env) == pw.Config(window=128)
 
 
 def test_an_empty_variable_is_not_set():
@@ -123,8 +123,8 @@ def test_an_empty_variable_is_not_set():
 
 
 def test_the_process_environment_is_read_when_called(monkeypatch):
-    monkeypatch.setenv("PAGEWEAVER_WINDOW", "64")
-    assert pw.load_config().window == 64
+    monkeypatch.setenv("PAGEWEAVER_WINDOW", "128")
+    assert pw.load_config().window == 128
 
 
 def test_variables_that_are_no_settings():

@@ -115,15 +115,15 @@ def test_prepare_unions_of_what_its_kernel_does_not_take(calls):
 @pytest.mark.parametrize(
     ("config", "regroup_options"),
     [
-        (None, {"window": 128, "guard": "window", "capacity": None}),
-        (pw.Config(window=64, guard="none", capacity=9), {"window": 64, "guard": "none", "capacity": None}),
-        (pw.Config(overflow="original", capacity=300), {"window": 128, "guard": "window", "capacity": 300}),
-        (pw.Config(mode="union8", window=64, engine="union8"), None),
+        (None, {"window": 64, "guard": "window", "capacity": None}),
+        (pw.Config(window=128, guard="none", capacity=9), {"window": 128, "guard": "none", "capacity": None}),
+        (pw.Config(overflow="original", capacity=300), {"window": 64, "guard": "window", "capacity": 300}),
+        (pw.Config(mode="union8", window=128, engine="union8"), None),
     ],
 )
 def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     workspace = None
-    window = 128 if config is None else config.window
+    window = 64 if config is None else config.window
     if with_workspace:
         workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, window=window, device="cpu")
     scale = torch.tensor([0.5])

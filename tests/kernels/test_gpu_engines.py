@@ -420,10 +420,10 @@ class Buffers:
 
 
 CONFIGS = {
-    "original": {"mode": "union8"},
-    "paper": {"engine": "union8"},
+    "original": {"mode": "union8", "window": 128},
+    "paper": {"engine": "union8", "window": 128},
     "w64": {"window": 64},
-    "w128": {"guard": "none"},
+    "w128": {"guard": "none", "window": 128},
 }
 HEADS4 = {"kv_heads": 4}
 

@@ -91,7 +91,7 @@ def test_status_line(outcome):
     lines = [line for line in outcome.output.splitlines() if line.startswith("pageweaver STATUS")]
     for words in (
         "mode pageweaver",
-        "window 128",
+        "window 64",
         "guard window",
         "value tiles none",
         "TorchNativeAttnBackend",
