@@ -1,5 +1,5 @@
 // What the attention kernels share: parameters, numeric constants, and the pieces of one warpgroup's work on 64 rows (4 queries x 16
-// heads): quantising Q, transposing V, the running softmax, writing the result, and the tensor maps of the caches.
+// heads): quantising Q, transposing V, softmax page by page, writing the result, and the tensor maps of the caches.
 #pragma once
 
 #include <cuda.h>
@@ -165,7 +165,7 @@ __device__ __forceinline__ void transpose_v(const uint8_t* v, uint8_t* vt, int w
 
 // Softmax of one of the two rows that a thread holds parts of.
 struct RowState {
-  float reference = kMasked;  // logits (base 2, scaled) exceed it by 2.8 at most
+  float reference = kMasked;  // accepted logits (base 2, scaled) exceed it by log2(7) at most
   float sum = 0.0f;           // this thread's part, scaled by 2^kProbabilityScaleLog2
 };
 

@@ -8,7 +8,8 @@
 //
 //   Barrier                completes when                                      waited for by
 //   k_ready   [stage]      K of the page has landed                            consumers, before S = Q K^T
-//   v_ready   [stage]      V^T of the page has landed                          consumers, before O += P V
+//   v_ready   [stage]      V^T of the page has landed                          consumers, before O += P V; the loading warp, before it
+//                                                                              announces the next page of the slot
 //   issued    [consumer]   the consumer's next page is on its way: from now     the consumer, before k_ready
 //             [own page]   on k_ready's parity tells it from the page before
 //                          in the same slot, which the consumer may have
@@ -18,12 +19,15 @@
 //   read      [draw]       they have read it                                   the loading warp
 //   ready     [group slot] the group's queries are quantised, its first        consumers
 //                          pages known
-//   done      [group slot] all consumers are past the group's last S              the loading warp and the quantising warps
+//   done      [group slot] all consumers are past the group's last P V and     the loading warp and the quantising warps
+//                          have read its queries
 //
 // Timeline of a consumer, pages n and n + 1 its own:
-//   wait k_ready(n + 1), v_ready(n) | issue S(n + 1), P V(n) | wait S | probabilities of n + 1, one query | wait P V | free K(n + 1), V(n) |
-//   raise references if need be, the other query if it picked the page too, round P
-// The softmax of one consumer runs while the tensor cores work for the other.
+//   wait issued, k_ready(n + 1), v_ready(n) | issue S(n + 1), P V(n) | wait S | probabilities of n + 1, one query of the warp's two |
+//   wait P V | free V(n), K(n + 1) | raise the reference if need be; the same for the other query if it picked the page too; P to its place
+// Probabilities are computed from the reference as it is, without a maximum of the page, and again after a raise. A group's first page,
+// and one that is far behind (NextPage::kFar), begins with S alone: P V of the page before it has ended.
+// The softmax of one consumer runs while the tensor cores work for the other; the first query's also beside the own P V.
 #pragma once
 
 #include "attention.cuh"
@@ -68,7 +72,7 @@ struct alignas(8) NextPage {
   __device__ __forceinline__ int first_token() const { return static_cast<int>(meta >> kPageShift) * RowTile::kPageSize; }
 
   static constexpr uint32_t kMembers = (1u << RowTile::kQueries) - 1;
-  // So far behind this page that it may only arrive after this page's slot is free.
+  // Further behind this page than the ring is deep. It may only be issued once V of this page is freed, so P V must not wait for it.
   static constexpr uint32_t kFar = 1u << 4;
   static constexpr int kPageShift = 8;  // positions are 32 bits wide, so that 24 hold a page's number
 };

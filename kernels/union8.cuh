@@ -1,17 +1,19 @@
 // Union attention: exact softmax attention of a group of queries over the union of the KV pages they picked.
 //
-// What it computes, for every query i, head h and with S_i the pages that i picked (DESIGN: Step 3 of the sparse prefill):
+// What it computes, for every query i, head h and with S_i the pages that i picked (Step 3 of the sparse prefill):
 //   out[i, h] = sum_t p_t V[t] / sum_t p_t,  p_t = exp(sm_scale * Q[i, h] . K[t]),  over t in the pages of S_i, t <= limit_i
 // The plan lists, per group, the union of the members' pages in ascending order and, per page, which slots picked it. A page
 // is read once for the whole group; a row that did not pick it multiplies by zeros, so its sums do not change by one bit, and
 // every row meets its own pages in ascending order: the result of a query does not depend on the group it is in.
 //
 // Mapping: a cluster of kClusterSize CTAs runs one group. Each CTA is one warpgroup and owns 4 queries x 16 heads = 64 rows
-// of M64 wgmma; warp w holds the 16 heads of query w, so membership is uniform within a warp. kClusterSize 2 is Union8 (the
-// paper's kernel), 1 is Union4.
+// of M64 wgmma. Two warps share two queries, 8 heads each (RowTile in attention.cuh): of a thread's two rows one belongs to
+// query w / 2 of warp w, the other to query w / 2 + 2, so membership is uniform in a warp for either row. kClusterSize 2 is
+// Union8 (the paper's kernel), 1 is Union4.
 //
 // Precision: Q is quantised per head-row to E4M3, K and V are E4M3; S = Q K^T and O = P V accumulate in FP32; the softmax
-// runs in FP32; P is scaled by 2^8 before its rounding to E4M3, and so are the row sums, so that the factor cancels.
+// runs in FP32; P is scaled by 2^6 before its rounding to E4M3, and so are the row sums, so that the factor cancels. P is taken
+// from a reference that is raised only when a page's probabilities could saturate (kProbabilityScaleLog2 in attention.cuh).
 //
 // Shared memory (bytes)                    written by                      read by                       guarded by
 //   k, v     [2 slots] 16384 each          copy engines of both CTAs       wgmma (K), ldmatrix (V)       page_ready, slot_free

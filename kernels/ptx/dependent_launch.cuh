@@ -14,7 +14,7 @@ __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("gridd
 // Lets the next kernel take its place as soon as every CTA of this one has come here. It still waits as above.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Launches a kernel that begins with wait_for_earlier_kernels().
+// Launches a kernel that calls wait_for_earlier_kernels() before it touches global memory.
 template <class... Params, class... Args>
 cudaError_t launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args&&... args) {
   cudaLaunchAttribute attribute = {};
