@@ -16,8 +16,8 @@
 //   whole  [1024], of the CTA    4096                   everybody, by atomics               everybody, after a barrier
 //
 // Every group lists the pages that many others list, so that marks would be written by all SMs at once to a few memory
-// sectors (ctx64k_a: 90,929 visits of 504 pages). The groups of a CTA, about a window's, therefore collect the pages
-// they mark in a table, and neighbouring threads write the marks of neighbouring pages out (6,627 sectors).
+// sectors (ctx64k_a: 90,929 visits of 504 pages). The groups of a CTA, up to 128 queries, therefore collect the
+// pages they mark in a table, and neighbouring threads write the marks of neighbouring pages out (6,627 sectors).
 //
 //   Timeline of a warp: find the group | load lengths, G, load the order | load ids, clear bits and masks, W | set bits,
 //   W | count, W | place pages and slots, W | load the pages' cache slots | write the whole row (W = __syncwarp, G: the
