@@ -81,6 +81,8 @@ constexpr float kLargestRowScale = 1e28f;
 // A reference is rounded up by this part of itself, so that no probability exceeds its bound however large the logits are: the
 // exponent is one exact multiply-add, which the rounded product it subtracts can otherwise undercut by half a unit.
 constexpr float kReferenceRoundUp = 0x1p-22f;
+// But by no more than this many bits, or the probabilities of a row of huge logits would all round to zero.
+constexpr float kMostRoundUp = 4.0f;
 
 // ---------------------------------------------------------------- Pieces
 
@@ -220,7 +222,7 @@ __device__ __forceinline__ void raise_reference(const float (&s)[ptx::kAccumulat
   for (int i = 0; i < kRowValues; ++i) most = fmaxf(most, s[value_index<kRow>(i)]);
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
-  const float reference = fmaxf(state.reference, fmaf(fabsf(most), kReferenceRoundUp, most));
+  const float reference = fmaxf(state.reference, most + fminf(fabsf(most) * kReferenceRoundUp, kMostRoundUp));
   const float correction = ptx::exp2_approx(state.reference - reference);
   state.sum *= correction;
   state.reference = reference;

@@ -300,6 +300,7 @@ __device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const Union
     int first[Traits::kConsumers];
     const int count = list_pages(pages, shared, lane, first);
     ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
+    __syncwarp();  // a lane that still waits must not see the barrier move on twice
     if (lane == 0) {
 #pragma unroll
       for (int c = 0; c < Traits::kConsumers; ++c)
@@ -341,6 +342,7 @@ __device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, S
 #pragma unroll 1
   while (true) {
     ptx::mbarrier_wait(&shared.drawn[draws.stage], draws.phase);
+    __syncwarp();  // a lane that still waits must not see the barrier move on twice
     int work = 0;
     if (lane == 0) {
       work = shared.draws[draws.stage];

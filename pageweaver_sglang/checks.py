@@ -352,16 +352,22 @@ def _workspace(
 
 
 def _value_tiles(function: str, value_tiles: Any, kv_heads: int, pool_pages: int, device: torch.device) -> None:
-    from .value_tiles import ValueTiles
+    from .value_tiles import TILE_BYTES, ValueTiles
 
     if not isinstance(value_tiles, ValueTiles):
         _fail(TypeError, function, "value_tiles", "a pageweaver_sglang.ValueTiles", describe(value_tiles))
-    wanted, got = (kv_heads, pool_pages), tuple(value_tiles.marks.shape)
-    if got != wanted:
-        expected, found = ("kv_heads={}, pool_pages={}".format(*sizes) for sizes in (wanted, got))
-        _fail(ValueError, function, "value_tiles", f"of {expected}", f"{found}")
-    if value_tiles.marks.device != device:
-        _fail(ValueError, function, "value_tiles", f"on {device}", f"ones on {value_tiles.marks.device}")
+    for name, dtype, shape in (
+        ("marks", torch.int32, (kv_heads, pool_pages)),
+        ("tiles", torch.uint8, (kv_heads, pool_pages, TILE_BYTES)),
+    ):
+        tensor = getattr(value_tiles, name)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            wanted = f"of {name} {str(dtype).removeprefix('torch.')} {list(shape)}"
+            _fail(ValueError, function, "value_tiles", wanted, f"{name} {describe(tensor)}")
+        if tensor.device != device:
+            _fail(ValueError, function, "value_tiles", f"of {name} on {device}", f"{name} on {tensor.device}")
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            _fail(ValueError, function, "value_tiles", f"of contiguous {name} at a multiple of 16 bytes", "others")
 
 
 def _tables(function: str, req_to_token: torch.Tensor, slot_ids: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -26,9 +26,11 @@ class ValueTiles:
             out. Only the tiles of pages that the current call picked mean anything.
     """
 
-    def __init__(self, marks: torch.Tensor, tiles: torch.Tensor) -> None:
+    def __init__(self, marks: torch.Tensor, tiles: torch.Tensor, *, dirty: bool = False) -> None:
+        """Keep both tensors. ``dirty``: the marks may hold anything, and the next call clears them first."""
         self.marks, self.tiles = marks, tiles
-        self._in_use = False
+        self._in_use = dirty
+        self._only_recorded = False
 
     @classmethod
     def empty(cls, kv_heads: int, pool_pages: int, *, device: torch.device | str) -> ValueTiles:
@@ -42,12 +44,14 @@ class ValueTiles:
         """Return the marks for the union preparation; clears them first when the call before did not get to its end."""
         if self._in_use:
             self.marks.zero_()
+            # A graph that is being captured clears them when it is replayed, and not now.
+            self._only_recorded = self.marks.is_cuda and torch.cuda.is_current_stream_capturing()
         self._in_use = True
         return self.marks
 
     def end(self) -> None:
         """Note that the marks have been cleared again, by a launch that is in the stream."""
-        self._in_use = False
+        self._in_use, self._only_recorded = self._only_recorded, False
 
     @staticmethod
     def nbytes(kv_heads: int, pool_pages: int) -> int:

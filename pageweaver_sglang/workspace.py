@@ -173,10 +173,10 @@ class Workspace:
             self._largest_tiles = self._tiles = largest
             return largest
         # Another shape over the same memory, whose marks a call with the last shape may have left set.
-        largest.marks.zero_()
         self._tiles = ValueTiles(
             marks=_view(largest.marks.view(-1), self.kv_heads, pool_pages),
             tiles=_view(largest.tiles.view(-1), self.kv_heads, pool_pages, largest.tiles.shape[2]),
+            dirty=True,
         )
         return self._tiles
 

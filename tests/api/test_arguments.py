@@ -12,6 +12,9 @@ from tests.generators import make_case
 
 CASE = make_case("packed", seed=0, requests=((5, 300), (0, 7), (9, 0)), padding=3, kv_heads=2)
 POOL_PAGES = CASE.k_cache.shape[0] // 128
+MARKS = torch.zeros(2, POOL_PAGES, dtype=torch.int32)
+TILES = torch.zeros(2, POOL_PAGES, 16384, dtype=torch.uint8)
+UNALIGNED_TILES = torch.zeros(TILES.numel() + 1, dtype=torch.uint8)[1:].view(TILES.shape)
 TOKENS = 17
 
 
@@ -206,13 +209,19 @@ BAD = {
         ],
         "value_tiles": [
             (CASE.v_cache, TypeError, "a pageweaver_sglang.ValueTiles, got float8_e4m3fn"),
+            (pw.ValueTiles.empty(2, 4, device="cpu"), ValueError, r"marks int32 \[2, \d+\], got marks int32 \[2, 4\]"),
+            (pw.ValueTiles.empty(1, POOL_PAGES, device="cpu"), ValueError, r"got marks int32 \[1, "),
+            (pw.ValueTiles.empty(2, POOL_PAGES, device="meta"), ValueError, "marks on cpu, got marks on meta"),
+            (pw.ValueTiles(MARKS.to(torch.int8), TILES), ValueError, "int32 .*, got marks int8"),
+            (pw.ValueTiles(MARKS, TILES.view(torch.int8)), ValueError, "tiles uint8 .*, got tiles int8"),
             (
-                pw.ValueTiles.empty(2, 4, device="cpu"),
+                pw.ValueTiles(MARKS, TILES[:, :, :-16]),
                 ValueError,
-                r"of kv_heads=2, pool_pages=\d+, got kv_heads=2, pool_pages=4",
+                r"tiles uint8 \[.*16384\], got tiles uint8 \[.*16368\]",
             ),
-            (pw.ValueTiles.empty(1, POOL_PAGES, device="cpu"), ValueError, "got kv_heads=1"),
-            (pw.ValueTiles.empty(2, POOL_PAGES, device="meta"), ValueError, "on cpu, got ones on meta"),
+            (pw.ValueTiles(MARKS, TILES.to("meta")), ValueError, "tiles on cpu, got tiles on meta"),
+            (pw.ValueTiles(MARKS, UNALIGNED_TILES), ValueError, "contiguous tiles at a multiple of 16 bytes"),
+            (pw.ValueTiles(MARKS.repeat(2, 1).T.contiguous().T[:2], TILES), ValueError, "contiguous marks"),
         ],
         "out": [
             (CASE.q.float(), TypeError, r"bfloat16 \[tokens=17, q_heads=32, head_dim=128\], got float32"),

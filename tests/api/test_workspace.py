@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,3 +162,17 @@ def test_arguments_are_checked(name, value, kind, message):
 def test_groups_are_at_most_32():
     with pytest.raises(ValueError, match=r"group_size must be an integer in 1\.\.32, got 33"):
         pw.Workspace(10, 1, kv_heads=1, topk=16, group_size=33, device="cpu")
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_marks_that_a_graph_only_records_to_clear_stay_dirty(monkeypatch, capturing):
+    """A capture runs nothing: until a replay, what a failed call left is still there."""
+    cleared = []
+    marks = SimpleNamespace(is_cuda=True, zero_=lambda: cleared.append(capturing))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    tiles = pw.ValueTiles(marks, None)
+    tiles.begin()  # this call fails before its end
+    for times in (1, 2 if capturing else 1):
+        tiles.begin()
+        tiles.end()
+        assert len(cleared) == times
