@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pageweaver_sglang import watched_json
 from pageweaver_sglang.config import Config, ConfigError
+from pageweaver_sglang.watched_json import write_json
 
 CONTROL_NAME = "control.json"
 STATE_PREFIX = "state-"
@@ -52,11 +53,9 @@ def read_control(folder: Path) -> Control | None:
     """
     path = folder / CONTROL_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = watched_json.read_json(path, CaptureError)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CaptureError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict) or set(content) != {"enabled", "settings"}:
         raise CaptureError(f"{path}: must hold enabled and settings")
     enabled, settings = content["enabled"], content["settings"]
@@ -72,13 +71,9 @@ def read_control(folder: Path) -> Control | None:
     return control
 
 
-def stamp(folder: Path) -> tuple[int, int] | None:
-    """What changes whenever the control file does (time and file number); None where there is none."""
-    try:
-        found = (folder / CONTROL_NAME).stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
+def stamp(folder: Path) -> watched_json.Stamp | None:
+    """What changes whenever the control file does; None where there is none."""
+    return watched_json.stamp(folder / CONTROL_NAME)
 
 
 def read_states(folder: Path) -> list[dict[str, Any]]:
@@ -92,10 +87,3 @@ def read_states(folder: Path) -> list[dict[str, Any]]:
         if isinstance(state, dict):
             states.append(state)
     return states
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file in one step, so that a reader never sees half of it. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)

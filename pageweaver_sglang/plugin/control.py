@@ -17,14 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pageweaver_sglang.capture.control import write_json
+from pageweaver_sglang import watched_json
+from pageweaver_sglang.watched_json import Stamp, write_json
 
 SWITCH_NAME = "switch.json"
 STATE_PREFIX = "state-"
 STALE_SECONDS = 5.0
 _FORGOTTEN_SECONDS = 3600.0
-
-Stamp = tuple[int, int]
 
 
 class ControlError(ValueError):
@@ -85,23 +84,17 @@ def read_switch(folder: Path) -> bool | None:
     """
     path = folder / SWITCH_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = watched_json.read_json(path, ControlError)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ControlError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict) or set(content) != {"on"} or not isinstance(content["on"], bool):
         raise ControlError(f'{path}: must hold {{"on": true}} or {{"on": false}}')
     return content["on"]
 
 
 def stamp(folder: Path) -> Stamp | None:
-    """What changes whenever the switch does (time and file number); None where there is none."""
-    try:
-        found = (folder / SWITCH_NAME).stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
+    """What changes whenever the switch does; None where there is none."""
+    return watched_json.stamp(folder / SWITCH_NAME)
 
 
 def state_path(folder: Path) -> Path:

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pageweaver_sglang.capture.control import write_json
 from pageweaver_sglang.config import Config
+from pageweaver_sglang.watched_json import write_json
 
 from . import NAME, control
 from .metrics import COUNTERS, Metrics, make_metrics
