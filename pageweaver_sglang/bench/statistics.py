@@ -22,6 +22,11 @@ def summary(rounds: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(rounds), "min": min(rounds), "max": max(rounds), "rounds": list(rounds)}
 
 
+def span(timing: Mapping[str, Any] | None) -> str:
+    """A :func:`summary` as text, "median (min-max)"; a dash for none."""
+    return "-" if timing is None else f"{timing['median']:.3f} ({timing['min']:.3f}-{timing['max']:.3f})"
+
+
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """Median, smallest and largest of the ratios of two arms' rounds, each taken in the same round.
 

@@ -20,6 +20,7 @@ from rich.table import Table
 from pageweaver_sglang.serving_ab.session import Progress, run_session
 from pageweaver_sglang.serving_ab.settings import ARMS, AbError, Cell, Settings
 
+from .options import add_commit_option
 from .output import explain, make_console
 
 HELP = """compare the arms in served models, with SGLang's own benchmark client
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server-cmd", metavar="CMD", help="instead of `python -m sglang.launch_server`")
     parser.add_argument("--client-cmd", metavar="CMD", help="instead of SGLang's benchmark client")
     parser.add_argument("--client-args", metavar="ARGS", help="more arguments for the client, in one string")
-    parser.add_argument("--commit", help="commit to note in the report, for a copy of the sources without its history")
+    add_commit_option(parser)
     parser.add_argument("server_arguments", nargs="*", metavar="-- SERVER ARGS", help="more arguments for the servers")
 
 

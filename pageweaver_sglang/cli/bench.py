@@ -23,6 +23,7 @@ from pageweaver_sglang.bench.workloads import WorkloadNotFound, find_workload, w
 
 from . import bench_tables as tables
 from .demo import describe_workload, sentence
+from .options import add_commit_option, add_protocol_options, positive
 from .output import explain, make_console
 
 HELP = """measure every arm on one or more workloads and write a report
@@ -67,35 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"timings to take (default: {','.join(COLUMNS)})",
     )
-    parser.add_argument(
-        "--rounds", type=_positive, default=Protocol.rounds, help="rounds per arm (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--calls", type=_positive, default=Protocol.calls, help="calls per round (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rows", type=_positive, default=256, help="queries compared with float64 (default: %(default)s)"
-    )
+    add_protocol_options(parser)
     parser.add_argument("--full", action="store_true", help="compare all queries with float64 (minutes)")
     parser.add_argument(
         "--patience",
-        type=_positive,
+        type=positive,
         default=600,
         metavar="S",
         help="seconds that a step of an arm may take, compiling included, until it is left out (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of random Q, K, V and of samples (default: %(default)s)")
-    parser.add_argument("--commit", help="commit to note in the report, for a copy of the sources without its history")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-_positive.__name__ = "positive integer"  # what argparse calls it in its message
+    add_commit_option(parser)
 
 
 def _names(text: str) -> tuple[str, ...]:

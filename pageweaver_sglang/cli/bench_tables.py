@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pageweaver_sglang.bench.statistics import COLUMNS, base_arm, ratios_to
+from pageweaver_sglang.bench.statistics import COLUMNS, base_arm, ratios_to, span
 
 Report = Mapping[str, Any]
 
@@ -26,10 +26,6 @@ def _table(title: str, caption: str | None, *columns: str) -> Table:
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     return table
-
-
-def _span(timing: Mapping[str, Any] | None) -> str:
-    return "-" if timing is None else f"{timing['median']:.3f} ({timing['min']:.3f}-{timing['max']:.3f})"
 
 
 def tables_of(report: Report) -> Iterator[Table]:
@@ -66,7 +62,7 @@ def arms_table(report: Report) -> Table:
         ratio, sharp = ratios.get(name), arm["fidelity"].get("sharp", {}).get("nrms")
         table.add_row(
             name,
-            *(_span(arm.get(column)) for column in ("graph_ms", "cold_ms", "warm_graph_ms")),
+            *(span(arm.get(column)) for column in ("graph_ms", "cold_ms", "warm_graph_ms")),
             f"{ratio['median']:.2f}" if ratio else "-",
             *("-" if value is None else f"{value:.2%}" for value in (arm["nrms"], sharp)),
             f"{arm['rates']['effective_tb_s']:.2f}",

@@ -18,6 +18,7 @@ from pageweaver_sglang.bench.counts import OrderCount, count_orders, differences
 from pageweaver_sglang.bench.protocol import ArmUnavailable, Protocol, Timing
 from pageweaver_sglang.bench.workloads import WorkloadNotFound, expected_counts, find_workload, workload_names
 
+from .options import add_commit_option, add_protocol_options, positive
 from .output import explain, make_console
 
 HELP = """show what PageWeaver does on one recorded workload; on a Hopper GPU, measure it
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_seed, default=0, help="of random Q, K, V and of samples (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     parser.add_argument(
-        "--groups", type=_positive, default=32, help="groups of 8 queries to verify per order (default: %(default)s)"
+        "--groups", type=positive, default=32, help="groups of 8 queries to verify per order (default: %(default)s)"
     )
     parser.add_argument(
         "--device",
@@ -44,23 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="cpu leaves the GPU part out, cuda insists on it (default: auto)",
     )
-    parser.add_argument(
-        "--rounds", type=_positive, default=Protocol.rounds, help="GPU: rounds per arm (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--calls", type=_positive, default=Protocol.calls, help="GPU: calls per round (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rows", type=_positive, default=256, help="GPU: queries compared with float64 (default: %(default)s)"
-    )
-    parser.add_argument("--commit", help="commit to note in the report, for a copy of the sources without its history")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    add_protocol_options(parser, "GPU: ")
+    add_commit_option(parser)
 
 
 def _seed(text: str) -> int:
@@ -70,8 +56,7 @@ def _seed(text: str) -> int:
     return value
 
 
-_seed.__name__ = "integer in 0..2**63-1"
-_positive.__name__ = "positive integer"  # what argparse calls it in its message
+_seed.__name__ = "integer in 0..2**63-1"  # what argparse calls it in its message
 
 
 def run(arguments: argparse.Namespace) -> int:

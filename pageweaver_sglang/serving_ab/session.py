@@ -207,14 +207,7 @@ class _Session:
                     raise ServerError(f"warm-up: {error}\n{server.tail()}") from error
                 ready = True
                 self._progress.advance()
-                for cell in settings.cells:
-                    self._progress.now(f"{where}: {cell}")
-                    entry = self._measure(cell, name, port, block, server if timed else None)
-                    run["cells"].append(entry)
-                    self._progress.advance()
-                    self._progress.note(f"{where}, {cell}: {_one_line(entry)}")
-                    if entry["failure"] and not launch.answers(port):
-                        raise ServerError(f"the server is gone after {cell}\n{server.tail()}")
+                self._measure_loads(run, where, name, port, server)
         except (ServerError, OSError, AbError) as error:
             run["failure"] = str(error) if ready else f"could not be served: {error}"
             self._progress.note(f"{where}: {run['failure']}")
@@ -224,6 +217,17 @@ class _Session:
         if all(entry["failure"] for entry in run["cells"]):  # also when none was reached
             self._lost.add(arm)
             self._progress.note(f"{where}: no load could be measured, so {arm} is not served again")
+
+    def _measure_loads(self, run: dict[str, Any], where: str, stem: str, port: int, server: ServerProcess) -> None:
+        """Every load of one run, into its entry. Raises ServerError when the server is gone after one."""
+        for cell in self.settings.cells:
+            self._progress.now(f"{where}: {cell}")
+            entry = self._measure(cell, stem, port, run["block"], server if run["timed"] else None)
+            run["cells"].append(entry)
+            self._progress.advance()
+            self._progress.note(f"{where}, {cell}: {_one_line(entry)}")
+            if entry["failure"] and not launch.answers(port):
+                raise ServerError(f"the server is gone after {cell}\n{server.tail()}")
 
     def _new_run(self, arm: str, block: int, position: int, timed: bool) -> dict[str, Any]:
         """The entry of one arm in one block, at the end of ``runs``."""
@@ -307,15 +311,7 @@ class _Session:
         switch_to(control, arm)
         before = calls_served(control)
         self._progress.advance()
-        for cell in self.settings.cells:
-            self._progress.now(f"{where}: {cell}")
-            stem = f"{name}-{arm}" + ("" if timed else f"-block{block + 1}")
-            entry = self._measure(cell, stem, port, block, server if timed else None)
-            run["cells"].append(entry)
-            self._progress.advance()
-            self._progress.note(f"{where}, {cell}: {_one_line(entry)}")
-            if entry["failure"] and not launch.answers(port):
-                raise ServerError(f"the server is gone after {cell}\n{server.tail()}")
+        self._measure_loads(run, where, f"{name}-{arm}" + ("" if timed else f"-block{block + 1}"), port, server)
         run["calls"] = dict(calls_served(control) - before)
         if set(run["calls"]) != {arm}:
             run["failure"] = f"Step 3 calls were served by {run['calls'] or 'nobody'}, and not by {arm} alone"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..statistics import base_arm, ratios_to
+from ..statistics import base_arm, ratios_to, span
 from .plots import interleaved, missing, short_name
 
 Report = Mapping[str, Any]
@@ -53,10 +53,6 @@ def _image(figures: Mapping[str, bytes], name: str, caption: str) -> str:
     return f'<h3>{escape(caption)}</h3><img alt="{escape(caption)}" src="data:image/png;base64,{data}">'
 
 
-def _span(timing: Mapping[str, Any] | None) -> str:
-    return "-" if timing is None else f"{timing['median']:.3f} ({timing['min']:.3f}-{timing['max']:.3f})"
-
-
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
 
@@ -90,7 +86,7 @@ def _arms(report: Report) -> str:
         rows.append(
             [
                 name,
-                *(_span(arm.get(column)) for column in ("graph_ms", "cold_ms", "warm_graph_ms")),
+                *(span(arm.get(column)) for column in ("graph_ms", "cold_ms", "warm_graph_ms")),
                 f"{ratio['median']:.2f}" if ratio else "-",
                 _percent(arm["nrms"]),
                 _percent(sharp.get("nrms")),
