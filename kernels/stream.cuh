@@ -87,11 +87,6 @@ struct StreamGroup {
 };
 constexpr int32_t kNoWork = -1;
 
-struct PagePlace {
-  int stage;
-  uint32_t phase;
-};
-
 // A page of the group that is loaded.
 struct alignas(8) ListedPage {
   int32_t slot;            // physical page
@@ -396,7 +391,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
   auto wait_for = [&](const NextPage& page) {
     ptx::mbarrier_wait(&shared.issued[number][own % Traits::kIssued], own / Traits::kIssued & 1);
     ++own;
-    const PagePlace at{static_cast<int>(page.number % Traits::kStages), page.number / Traits::kStages & 1};
+    const RingPosition<Traits::kStages> at{static_cast<int>(page.number % Traits::kStages), page.number / Traits::kStages & 1};
     ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
     return at;
   };
@@ -424,7 +419,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     while (page.members() != 0) {
       float s[ptx::kAccumulators];
       uint32_t fragments[kSteps][4];  // P
-      PagePlace at = wait_for(page);
+      RingPosition<Traits::kStages> at = wait_for(page);
       NextPage next = read(shared.next[at.stage][number]);
       ptx::pin_registers(s);
       ptx::pin_registers(o);
@@ -442,7 +437,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       }
 #pragma unroll 1
       while (next.members() != 0 && !next.is_far()) {
-        const PagePlace next_at = wait_for(next);
+        const RingPosition<Traits::kStages> next_at = wait_for(next);
         NextPage after = read(shared.next[next_at.stage][number]);
         ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
         ptx::pin_registers(fragments);
