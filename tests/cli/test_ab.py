@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from pageweaver_sglang.cli import main
 from pageweaver_sglang.serving_ab import switching
+from tests.cli.interruptible import running
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -264,7 +264,7 @@ def test_ended_by_a_signal(arguments, tmp_path, number, where):
     """While a server starts, and while the client runs; the report holds what was measured until then."""
     environment = {**os.environ, where: "native", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pageweaver_sglang.cli", *arguments, "--patience", "0.8"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as one:
+    with running(command, environment) as one:
         expected = 2 if where == "FAKE_HANG" else 4
         for _ in range(300):
             if len(pids(tmp_path)) >= expected:

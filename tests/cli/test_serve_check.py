@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.interruptible import running
+
 from . import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,12 +215,7 @@ def test_rank_of_a_line(line, rank):
 def test_ended_by_a_signal(arguments, tmp_path, number, jobs):
     environment = {**os.environ, "FAKE_HANG": "1"}
     script = [sys.executable, str(ROOT / "scripts" / "serve_check.py")]
-    with subprocess.Popen(
-        [*script, *arguments, "--jobs", str(jobs)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as one:
+    with running([*script, *arguments, "--jobs", str(jobs)], environment) as one:
         pids = tmp_path / "pids"
         for _ in range(300):
             if pids.exists() and len(pids.read_text().split()) == 2 * jobs:
