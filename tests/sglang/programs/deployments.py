@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import threading
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+from serving_process import start  # isort: skip
 import fake_runner
 import sglang.srt.layers.attention.minimax_sparse_backend as minimax_sparse_backend
 import sglang.srt.layers.attention.minimax_sparse_ops.minimax_sparse as minimax_sparse
 import torch
-import triton_cpu
-from sglang.srt.plugins import load_plugins
 
-load_plugins()
-triton_cpu.prepare()
-server_args = fake_runner.resolve("--model-path", "dummy", "--device", "cpu", "--attention-backend", "pageweaver")
-logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-fake_runner.publish(server_args)
+server_args = start()
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sparse_case import Case, random_picks  # noqa: E402

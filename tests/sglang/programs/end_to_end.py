@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+from serving_process import start  # isort: skip
 import fake_runner
 import torch
-import triton_cpu
-from sglang.srt.plugins import load_plugins
 
-load_plugins()
-triton_cpu.prepare()
-server_args = fake_runner.resolve("--model-path", "dummy", "--device", "cpu", "--attention-backend", "pageweaver")
-logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-fake_runner.publish(server_args)
+server_args = start()
 
 from sparse_case import Case  # noqa: E402
 

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import time
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"
-
-import fake_runner
+from serving_process import start  # isort: skip
 import torch
-import triton_cpu
-from sglang.srt.plugins import load_plugins
 from sglang.srt.utils import add_prometheus_middleware, set_prometheus_multiproc_dir
 
 set_prometheus_multiproc_dir()  # SGLang does this in the process that starts the others
-load_plugins()
-triton_cpu.prepare()
-argv = ("--model-path", "dummy", "--device", "cpu", "--attention-backend", "pageweaver", "--served-model-name", "m3")
-server_args = fake_runner.resolve(*argv, *(["--enable-metrics"] if os.environ.get("METRICS") else []))
-logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-fake_runner.publish(server_args)
+server_args = start("--served-model-name", "m3", *(["--enable-metrics"] if os.environ.get("METRICS") else []))
 
 from sparse_case import Case  # noqa: E402
 
