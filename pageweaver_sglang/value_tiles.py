@@ -34,7 +34,15 @@ class ValueTiles:
 
     @classmethod
     def empty(cls, kv_heads: int, pool_pages: int, *, device: torch.device | str) -> ValueTiles:
-        """Allocate both: the marks zero, the tiles undefined. Raises torch.OutOfMemoryError."""
+        """Allocate both: the marks zero, the tiles undefined.
+
+        Raises:
+            ValueError: a size is no integer of at least 0.
+            torch.OutOfMemoryError: there is no room.
+        """
+        for name, size in (("kv_heads", kv_heads), ("pool_pages", pool_pages)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise ValueError(f"ValueTiles.empty: {name} must be an integer >= 0, got {size!r}")
         return cls(
             marks=torch.zeros(kv_heads, pool_pages, dtype=torch.int32, device=device),
             tiles=torch.empty(kv_heads, pool_pages, TILE_BYTES, dtype=torch.uint8, device=device),

@@ -176,3 +176,9 @@ def test_marks_that_a_graph_only_records_to_clear_stay_dirty(monkeypatch, captur
         tiles.begin()
         tiles.end()
         assert len(cleared) == times
+
+
+@pytest.mark.parametrize(("sizes", "named"), [((-1, 4), "kv_heads"), ((1, 2.0), "pool_pages"), ((True, 4), "kv_heads")])
+def test_value_tiles_of_a_size_that_is_none(sizes, named):
+    with pytest.raises(ValueError, match=rf"^ValueTiles.empty: {named} must be an integer >= 0, got "):
+        pw.ValueTiles.empty(*sizes, device="cpu")
