@@ -16,6 +16,9 @@ version  difference                                                             
 0.5.20   the choices live in ``arg_groups.choices``                                     none needed: ``server_args``
                                                                                         still exports them
 0.5.21   Step 3 has a parameter ``loc_mapping`` (HiSparse)                              :data:`STEP3_PARAMETERS`
+0.5.22   prefill CUDA graph ``breakable`` runs sparse attention between its pieces;     ``options`` leaves out what
+         before, it captured it. ``tc_piecewise``, which always ran it between them,    captures it
+         is gone
 0.5.23   MiniMax-M3.1 NVFP4 has a backend of its own on Blackwell                       ``backend.build`` refuses it
 ======== ============================================================================== ===========================
 """
@@ -310,6 +313,23 @@ def set_fields(server_args: Any, **fields: Any) -> None:
     for name, value in fields.items():
         # Past SGLang's own guard, which seals the fields at the end of __post_init__.
         object.__setattr__(server_args, name, value)
+
+
+def captures_sparse_attention(prefill_graph: str) -> bool:
+    """Whether this SGLang's prefill CUDA graph of that kind holds the sparse layers' attention, with capture's lengths.
+
+    ``full`` does in every version: its kernels get the lengths that the host knew at capture as plain numbers, and
+    since 0.5.20 ``cu_seqlens`` too is made once, before the capture. ``breakable`` did before 0.5.22, as a batch of as
+    few requests as the tokens take.
+    """
+    if prefill_graph == "full":
+        return True
+    attention = "sglang.srt.layers.radix_attention"
+    runs_between_pieces = (
+        f"{attention}:breakable_unified_sparse_attention_with_output",  # 0.5.22
+        f"{attention}:RadixAttention._eager_attention",  # since 0.5.23
+    )
+    return prefill_graph == "breakable" and not any(map(exists, runs_between_pieces))
 
 
 def hf_config_of(server_args: Any) -> Any | None:

@@ -13,6 +13,7 @@ That name is also the safety catch. A process of the server that somehow lacks t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -71,6 +72,7 @@ def after_resolution(server_args: Any) -> None:
         check_model(hf_config)
         dense, page_size = compat.get_fields(server_args, "attention_backend", "page_size")
         _check_page_size(page_size, forced_by=dense)
+        _leave_out_wrong_prefill_graphs(server_args)
     compat.set_fields(server_args, prefill_attention_backend=NAME)
 
 
@@ -122,6 +124,22 @@ def check_model(hf_config: Any) -> None:
             f"--attention-backend {NAME} serves MiniMax-M3's sparse attention only, and this model ({architectures}) "
             "has none. Choose another attention backend."
         )
+
+
+def _leave_out_wrong_prefill_graphs(server_args: Any) -> None:
+    """Run prefill without a CUDA graph where SGLang's own would replay the sparse layers with the capture's lengths."""
+    (config,) = compat.get_fields(server_args, "cuda_graph_config")
+    graph = config.prefill.backend
+    if not compat.captures_sparse_attention(graph):
+        return
+    logger.warning(
+        "pageweaver: prefill runs without a CUDA graph: SGLang %s captures sparse attention inside its prefill graph "
+        "%r, with the lengths of the capture: replays would attend to wrong tokens, with SGLang's own Step 3 too.",
+        compat.sglang_version(),
+        graph,
+    )
+    prefill = dataclasses.replace(config.prefill, backend="disabled")
+    compat.set_fields(server_args, cuda_graph_config=dataclasses.replace(config, prefill=prefill))
 
 
 def _check_page_size(page_size: int, forced_by: str | None = None) -> None:

@@ -76,12 +76,14 @@ def sparse_attention_config(layers: int, index_heads: int, dense_layers: int = 1
 @contextlib.contextmanager
 def hopper():
     """Let SGLang resolve its arguments as on an H200."""
+    import sglang.srt.model_executor.cuda_graph_config as cuda_graph_config
     import sglang.srt.runtime_context as runtime_context
     import sglang.srt.server_args as server_args
     import sglang.srt.utils.common as common
 
     torch.cuda.get_device_capability = lambda *device: (9, 0)
     common.get_device_memory_capacity = lambda *device, **kwargs: MIB_OF_AN_H200
+    cuda_graph_config.default_prefill_backend = lambda: cuda_graph_config.Backend.BREAKABLE
     if hasattr(runtime_context, "override_platform"):
         facts = {"is_cuda": True, "is_sm90": True, "is_hopper_with_cuda_12_3": True}
         facts |= {"is_sm100": False, "is_blackwell": False, "is_hip": False}

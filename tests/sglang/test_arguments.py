@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 
 import fake_runner
 import pytest
 
 
 @pytest.fixture(scope="module")
-def report(run_program, tmp_path_factory):
+def outcome(run_program, tmp_path_factory):
     models = tmp_path_factory.mktemp("models")
     m3 = fake_runner.write_model(models / "m3")
+    multimodal = fake_runner.write_model(models / "m3-vl", "MiniMaxM3SparseForConditionalGeneration")
     llama = fake_runner.write_model(models / "llama", "LlamaForCausalLM")
-    return run_program("arguments", str(m3), str(llama)).result
+    return run_program("arguments", str(m3), str(multimodal), str(llama))
+
+
+@pytest.fixture
+def report(outcome):
+    return outcome.result
 
 
 def _differences(report, name, other) -> dict[str, tuple[str, str]]:
@@ -47,11 +54,38 @@ def test_resolves_as_sglangs_default_but_for_the_prefill_backend(report, case):
 
 
 @pytest.mark.parametrize(
-    "case", ["fp8", "deterministic", "prefill role", "chunks", "tp8 dp8", "overlap of two batches"]
+    "case", ["fp8", "deterministic", "prefill role", "chunks", "tp8 dp8", "overlap of two batches", "multimodal"]
 )
 def test_other_options_resolve_as_with_the_default_backend(report, case):
     differences = _differences(report, f"default {case}", case)
     assert differences == {"prefill_attention_backend": ("None", "'pageweaver'")}
+
+
+def _prefill_graph(report, case) -> str:
+    return re.search(r"prefill=PhaseConfig\(backend='(\w+)'", report["cases"][case]["fields"]["cuda_graph_config"])[1]
+
+
+def test_prefill_graphs_by_default(report):
+    """What SGLang itself chooses for MiniMax-M3 runs sparse attention between the graph's pieces."""
+    expected = "tc_piecewise" if "graph tc_piecewise" in report["cases"] else "breakable"
+    assert {_prefill_graph(report, case) for case in ("default", "pageweaver", "multimodal")} == {expected}
+
+
+@pytest.mark.parametrize("graph", ["full", "breakable", "tc_piecewise", "disabled"])
+def test_prefill_graphs_that_sglang_would_replay_wrongly_are_left_out(outcome, graph):
+    """``full`` captures sparse attention in every version; ``breakable`` did as long as there was ``tc_piecewise``."""
+    report, case = outcome.result, f"graph {graph}"
+    old = "graph tc_piecewise" in report["cases"]
+    if graph == "tc_piecewise" and not old:
+        assert case not in report["cases"]
+        return
+    wrong = graph == "full" or (graph == "breakable" and old)
+    expected = {"prefill_attention_backend"} | ({"cuda_graph_config"} if wrong else set())
+    assert _prefill_graph(report, f"default {case}") == graph
+    assert _prefill_graph(report, case) == ("disabled" if wrong else graph)
+    assert set(_differences(report, f"default {case}", case)) == expected
+    told = f"captures sparse attention inside its prefill graph '{graph}'"
+    assert outcome.output.count(told) == wrong
 
 
 def test_dense_backend_setting(report):

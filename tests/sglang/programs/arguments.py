@@ -1,4 +1,7 @@
-"""Resolve server arguments as on an H200 and report what came out. Arguments: folder of an M3, folder of a Llama."""
+"""Resolve server arguments as on an H200 and report what came out.
+
+Arguments: folders of an M3, of an M3 of the multimodal class, of a Llama.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 import sglang  # noqa: E402
+from sglang.srt.model_executor.cuda_graph_config import Backend  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from pageweaver_sglang.plugin import compat, hooks  # noqa: E402
 
-M3, LLAMA = sys.argv[1:3]
+M3, M3_VL, LLAMA = sys.argv[1:4]
 PREFILL_ROLE = ["--disaggregation-mode", "prefill"]
 CHUNKS = ["--chunked-prefill-size", "640", "--enable-mixed-chunk", "--disable-overlap-schedule"]
 DP_ATTENTION = ["--tp-size", "8", "--dp-size", "8", "--enable-dp-attention"]
+GRAPHS = [graph for graph in ("full", "breakable", "tc_piecewise", "disabled") if graph in Backend.ALL]
 CASES = {
     "default": (M3, [], {}),
     "pageweaver": (M3, ["--attention-backend", "pageweaver"], {}),
@@ -54,6 +59,13 @@ CASES = {
     "other decode": (M3, ["--attention-backend", "pageweaver", "--decode-attention-backend", "triton"], {}),
     "triton": (M3, ["--attention-backend", "triton"], {}),
     "llama": (LLAMA, ["--attention-backend", "pageweaver"], {}),
+    **{
+        f"{prefix}graph {graph}": (M3, [*backend, "--cuda-graph-backend-prefill", graph], {})
+        for graph in GRAPHS
+        for prefix, backend in (("default ", []), ("", ["--attention-backend", "pageweaver"]))
+    },
+    "default multimodal": (M3_VL, [], {}),
+    "multimodal": (M3_VL, ["--attention-backend", "pageweaver"], {}),
     "llama fa3": (LLAMA, ["--attention-backend", "fa3"], {}),
 }
 
