@@ -38,6 +38,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context
 from sparse_case import Case, random_picks  # noqa: E402
 
 from pageweaver_sglang.config import load_config  # noqa: E402
+from pageweaver_sglang.plugin import compat  # noqa: E402
 
 STATIC = 16
 LAYERS = (1, 2)
@@ -129,14 +130,14 @@ def outcome(outputs, rows: slice, tokens: int) -> dict:
 batches = {"whole": (case.batch, slice(0, 11)), "part": case.part(0, 2, 6), "one token": case.part(1, 4, 5)}
 batches["the other request"] = case.part(1, 0, 5)
 
-if hasattr(radix_attention, "unified_sparse_attention_with_output"):  # the graph `tc_piecewise`, through 0.5.21
+if compat.captures_sparse_attention("breakable"):  # so the graph is `tc_piecewise`
     # A break of the trace would be an error. Compiled once, for the batch of the capture.
     run = torch.compile(both_layers, backend="eager", fullgraph=True)
     load(slice(0, 11))
     with executing(dummy(), STATIC):
         run(dummy())
     report["graph"] = "tc_piecewise"
-else:  # the graph `breakable`
+else:
     capture = SimpleNamespace(
         _end_current_segment=lambda: None,
         _begin_new_segment=lambda: None,
