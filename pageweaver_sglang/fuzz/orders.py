@@ -1,0 +1,43 @@
+"""``regroup`` and ``prepare_unions`` of a call against the reference engine, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+import pageweaver_sglang as pw
+
+from .build import Tensors
+from .draw import Call
+
+_LENGTHS = ("cu_seqlens", "seq_lens", "prefix_lens")
+_ARRAYS = ("pages", "masks", "counts", "queries", "limits")
+
+
+def compare(call: Call, tensors: Tensors) -> list[str]:
+    """Say what differs; empty when nothing does. Waits for the device."""
+    problems = []
+    on_device = {name: tensors.arguments[name] for name in ("topk_idx", *_LENGTHS)}
+    on_host = {name: value.cpu() for name, value in on_device.items()}
+    window = int(str(call.config["window"]))
+    group_size = (4, 8, 16)[call.seed % 3] if call.seed % 2 else 8
+    capacity = int(str(call.config["capacity"])) if call.config["overflow"] == "original" else None
+    sizes = {"window": window, "group_size": group_size, "page_size": call.page_size}
+
+    def regroup(engine, picks: dict[str, torch.Tensor]) -> torch.Tensor:
+        arguments = (picks["topk_idx"], picks["cu_seqlens"], picks["prefix_lens"])
+        return engine.regroup(*arguments, **sizes, capacity=capacity, guard=call.config["guard"])
+
+    perm, wanted = regroup(pw, on_device), regroup(pw.reference, on_host)
+    if not torch.equal(perm.cpu(), wanted):
+        problems.append(f"regroup: the order differs (window {window}, groups of {group_size})")
+    # The right order for both, so that a wrong one is not reported twice.
+    for order in (None, wanted):
+        lengths = [[picks[name] for name in _LENGTHS] for picks in (on_device, on_host)]
+        moved = None if order is None else order.to(perm.device)
+        plan = pw.prepare_unions(on_device["topk_idx"], moved, *lengths[0], **sizes)
+        reference = pw.reference.prepare_unions(on_host["topk_idx"], order, *lengths[1], **sizes)
+        for name in _ARRAYS:
+            if not torch.equal(getattr(plan, name).cpu(), getattr(reference, name)):
+                which = "original order" if order is None else "regrouped"
+                problems.append(f"prepare_unions: {name} differ ({which}, window {window}, groups of {group_size})")
+    return problems

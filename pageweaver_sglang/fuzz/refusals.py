@@ -1,0 +1,109 @@
+"""Calls that must be refused with the documented error, made from a good one by spoiling one argument."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import pageweaver_sglang as pw
+
+from .build import Tensors
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """``spoil`` returns the arguments to replace; the call must raise ``error`` and name ``argument`` first."""
+
+    argument: str
+    error: type[Exception]
+    spoil: Callable[[Arguments], Arguments]
+    cuda_only: bool = False
+    """Only the kernels refuse it; the reference engine takes it."""
+
+
+def _named(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
+    return lambda arguments: {name: change(arguments[name])}
+
+
+def _value(name: str, value: Any) -> Callable[[Arguments], Arguments]:
+    return lambda _: {name: value}
+
+
+def _bf16_caches(arguments: Arguments) -> Arguments:
+    return {name: torch.zeros_like(arguments[name], dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
+
+
+def _too_many_picks(arguments: Arguments) -> Arguments:
+    topk_idx = arguments["topk_idx"]
+    return {"topk_idx": topk_idx.new_zeros(*topk_idx.shape[:2], 17)}
+
+
+def _half_the_heads(arguments: Arguments) -> Arguments:
+    return {"q": arguments["q"][:, : arguments["q"].shape[1] // 2]}
+
+
+def _cut_caches(arguments: Arguments) -> Arguments:
+    return {name: arguments[name][:-1] for name in ("k_cache", "v_cache")}
+
+
+def _small_workspace(arguments: Arguments) -> Arguments:
+    kv_heads, tokens, k = arguments["topk_idx"].shape
+    window = arguments["config"].window
+    device = arguments["q"].device
+    few = pw.Workspace(max(1, tokens - 1), 1, kv_heads=kv_heads, topk=k % 16 + 1, window=window, device=device)
+    return {"workspace": few}
+
+
+REFUSALS = {
+    "q int32": Refusal("q", TypeError, _named("q", torch.Tensor.int)),
+    "q of two dimensions": Refusal("q", ValueError, _named("q", lambda q: q[:, 0])),
+    "q of no multiple of the KV heads": Refusal("q", ValueError, _named("q", lambda q: q[:, :0])),
+    "topk_idx int64": Refusal("topk_idx", TypeError, _named("topk_idx", torch.Tensor.long)),
+    "topk_idx without k": Refusal("topk_idx", ValueError, _named("topk_idx", lambda ids: ids[:, :, :0])),
+    "topk_idx a list": Refusal("topk_idx", TypeError, _value("topk_idx", [[[0]]])),
+    "caches of different dtypes": Refusal("v_cache", TypeError, _named("v_cache", torch.Tensor.float)),
+    "caches of different sizes": Refusal("v_cache", ValueError, _named("v_cache", lambda v: v[:-128])),
+    "cu_seqlens int64": Refusal("cu_seqlens", TypeError, _named("cu_seqlens", torch.Tensor.long)),
+    "cu_seqlens of another length": Refusal("seq_lens", ValueError, _named("cu_seqlens", lambda x: x[:-1])),
+    "prefix_lens missing": Refusal("prefix_lens", TypeError, _value("prefix_lens", None)),
+    "slot_ids float": Refusal("slot_ids", TypeError, _named("slot_ids", torch.Tensor.float)),
+    "req_to_token int64": Refusal("req_to_token", TypeError, _named("req_to_token", torch.Tensor.long)),
+    "sm_scale text": Refusal("sm_scale", TypeError, _value("sm_scale", "1")),
+    "k_scale NaN": Refusal("k_scale", ValueError, _value("k_scale", float("nan"))),
+    "page_size 0": Refusal("page_size", ValueError, _value("page_size", 0)),
+    "mode native": Refusal("config", ValueError, _value("config", pw.Config(mode="native"))),
+    "workspace of another call": Refusal("workspace", ValueError, _small_workspace),
+    "out of another dtype": Refusal("out", TypeError, lambda a: {"out": torch.zeros_like(a["q"], dtype=torch.float)}),
+    "q float16": Refusal("q", pw.UnsupportedError, _named("q", torch.Tensor.half), cuda_only=True),
+    "caches bfloat16": Refusal("k_cache", pw.UnsupportedError, _bf16_caches, cuda_only=True),
+    "pages of 64": Refusal("page_size", pw.UnsupportedError, _value("page_size", 64), cuda_only=True),
+    "17 picks": Refusal("topk_idx", pw.UnsupportedError, _too_many_picks, cuda_only=True),
+    "8 heads per KV head": Refusal("q", pw.UnsupportedError, _half_the_heads, cuda_only=True),
+    "a pool of no whole pages": Refusal("k_cache", pw.UnsupportedError, _cut_caches, cuda_only=True),
+    "sm_scale 0": Refusal("sm_scale", pw.UnsupportedError, _value("sm_scale", 0.0), cuda_only=True),
+    "table on the host": Refusal(
+        "req_to_token", ValueError, _named("req_to_token", torch.Tensor.cpu), cuda_only=True
+    ),
+}
+
+
+def refused(tensors: Tensors, number: int) -> tuple[str, str | None]:
+    """Make one of the calls; returns its name, and what was wrong about the refusal (None when nothing was)."""
+    cuda = tensors.arguments["q"].is_cuda
+    names = [name for name, one in REFUSALS.items() if cuda or not one.cuda_only]
+    name = names[number % len(names)]
+    one = REFUSALS[name]
+    arguments = {**tensors.arguments, "config": pw.Config()}
+    try:
+        pw.sparse_prefill(**arguments | one.spoil(arguments))
+    except Exception as error:
+        if type(error) is one.error and re.match(rf"sparse_prefill: {one.argument}\b", str(error)):
+            return name, None
+        return name, f"{name}: refused with {type(error).__name__}: {error}"
+    return name, f"{name}: not refused"
