@@ -10,12 +10,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ``pageweaver``."""
     import pageweaver_sglang
 
-    from . import ab, bench, capture, demo, doctor, inspect, make_workload, switch
+    from . import ab, bench, capture, demo, doctor, fuzz, inspect, make_workload, switch
 
     top = argparse.ArgumentParser(prog="pageweaver", description=pageweaver_sglang.__doc__.splitlines()[0])
     top.add_argument("--version", action="version", version=f"pageweaver {pageweaver_sglang.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, demo, bench, ab, switch, capture, inspect, make_workload):
+    for module in (doctor, demo, bench, ab, switch, capture, inspect, make_workload, fuzz):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary, _, rest = module.HELP.partition("\n")
         command = commands.add_parser(

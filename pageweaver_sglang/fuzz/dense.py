@@ -41,10 +41,12 @@ FLOAT64 = Arithmetic(q_e4m3=False, weights=1e-9, exact_weights=1e-9, output=0.00
 
 @dataclass(frozen=True)
 class Expected:
-    """``out`` float64 ``[tokens, q_heads, 128]``; ``bound`` float64 ``[tokens, q_heads]``, of the norm of a row's error."""
+    """What a call must give."""
 
     out: torch.Tensor
+    """float64 ``[tokens, q_heads, 128]``."""
     bound: torch.Tensor
+    """float64 ``[tokens, q_heads]``: how large the norm of a row's error may be."""
 
 
 def expected(call: Call, tensors: Tensors, arithmetic: Arithmetic) -> Expected:

@@ -21,7 +21,7 @@ _HUGE = np.array([INT32_MIN, INT32_MIN + 1, -129, -2, 1 << 20, 1 << 24, INT32_MA
 STYLES = ("random", "sharp", "flat", "levels")
 """What Q and K are like.
 
-``random`` and ``sharp``: normally distributed; a wrong page shows. ``flat`` (Q is zero) and ``levels`` (logits are whole
+``random`` and ``sharp``: normally distributed; a wrong page shows. ``flat`` (Q is zero) and ``levels`` (weights are
 powers of two): every softmax weight is a number that FP8 holds exactly, so that a single wrong token shows.
 """
 EXACT_STYLES = ("flat", "levels")
@@ -89,10 +89,12 @@ class Call:
 
     @property
     def tokens(self) -> int:
+        """Rows of Q, padding included."""
         return self.topk_idx.shape[1]
 
     @property
     def k(self) -> int:
+        """Picks of a query."""
         return self.topk_idx.shape[2]
 
     @property

@@ -87,9 +87,7 @@ REFUSALS = {
     "8 heads per KV head": Refusal("q", pw.UnsupportedError, _half_the_heads, cuda_only=True),
     "a pool of no whole pages": Refusal("k_cache", pw.UnsupportedError, _cut_caches, cuda_only=True),
     "sm_scale 0": Refusal("sm_scale", pw.UnsupportedError, _value("sm_scale", 0.0), cuda_only=True),
-    "table on the host": Refusal(
-        "req_to_token", ValueError, _named("req_to_token", torch.Tensor.cpu), cuda_only=True
-    ),
+    "table on the host": Refusal("req_to_token", ValueError, _named("req_to_token", torch.Tensor.cpu), cuda_only=True),
 }
 
 

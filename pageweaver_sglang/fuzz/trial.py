@@ -52,14 +52,17 @@ class Trials:
     Args:
         device: ``cuda`` or ``cpu``.
         largest: see :func:`.draw.draw_call`.
+        pools: of that device; None makes them.
         alone: make every call with fresh buffers, and compare everything that can be compared.
     """
 
-    def __init__(self, device: torch.device | str, *, largest: int, alone: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | str, *, largest: int, pools: Pools | None = None, alone: bool = False
+    ) -> None:
         self.device = torch.device(device)
         self.largest = largest
         self.alone = alone
-        self.pools = Pools(self.device)
+        self.pools = pools or Pools(self.device)
         self._workspaces: collections.OrderedDict[Any, pw.Workspace] = collections.OrderedDict()
         self._tiles: collections.OrderedDict[Any, pw.ValueTiles] = collections.OrderedDict()
 
@@ -93,6 +96,19 @@ class Trials:
             features.append("compared=dense with reference")
             problems += cross_check(call, tensors)
         return call, Verdict(wrong, ratio, different, problems, features)
+
+    def explain(self, seed: int) -> list[str]:
+        """Make the call of a seed again, alone in fresh buffers, and say what is wrong with it; empty: nothing is."""
+        trials = Trials(self.device, largest=self.largest, pools=self.pools, alone=True)
+        call, verdict = trials.run(seed)
+        problems = list(verdict.problems)
+        if int(verdict.wrong):
+            tensors = build(call, self.pools)
+            out = trials._attend(call, tensors)
+            problems += describe_rows(out, expected(call, tensors, self.arithmetic))
+        if verdict.different is not None and bool(verdict.different):
+            problems.append("the engines' outputs differ in some bits")
+        return problems
 
     def _attend(self, call: Call, tensors: Tensors, engine: str | None = None) -> torch.Tensor:
         """Make the call; another ``engine`` gets buffers of its own. The output's memory is NaN before."""
@@ -153,23 +169,10 @@ def describe_rows(out: torch.Tensor, wanted: Expected, most: int = 5) -> list[st
     error = (out.double() - wanted.out).norm(dim=2)
     rows = (~(error <= wanted.bound)).nonzero().tolist()
     words = [
-        f"token {token} head {head}: error {float(error[token, head]):.3e}, bound {float(wanted.bound[token, head]):.3e}"
-        for token, head in rows[:most]
+        f"token {row} head {head}: error {float(error[row, head]):.3e}, bound {float(wanted.bound[row, head]):.3e}"
+        for row, head in rows[:most]
     ]
     return words + ([f"... and {len(rows) - most} rows more"] if len(rows) > most else [])
-
-
-def explain(seed: int, device: torch.device | str, largest: int) -> list[str]:
-    """Make the call of a seed again, alone in fresh buffers, and say what is wrong with it; empty when nothing is."""
-    trials = Trials(device, largest=largest, alone=True)
-    call, verdict = trials.run(seed)
-    problems = list(verdict.problems)
-    if int(verdict.wrong):
-        tensors = build(call, trials.pools)
-        problems += describe_rows(trials._attend(call, tensors), expected(call, tensors, trials.arithmetic))
-    if verdict.different is not None and bool(verdict.different):
-        problems.append("the engines' outputs differ in some bits")
-    return problems
 
 
 def cross_check(call: Call, tensors: Tensors) -> list[str]:
@@ -184,5 +187,3 @@ def cross_check(call: Call, tensors: Tensors) -> list[str]:
     if error <= _AGREEMENT * largest:
         return []
     return [f"the dense attention differs from the reference engine by {error:.3e} (largest value {largest:.3e})"]
-
-

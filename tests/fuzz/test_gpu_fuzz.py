@@ -1,0 +1,92 @@
+"""The fuzzer on the kernels: some calls pass, and a mistake planted in a call's inputs is found in its output."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from pageweaver_sglang.fuzz import campaign, refusals
+from pageweaver_sglang.fuzz.build import build
+from pageweaver_sglang.fuzz.dense import FP8, expected
+from pageweaver_sglang.fuzz.draw import EXACT_STYLES, draw_call
+from pageweaver_sglang.fuzz.trial import Trials, judge
+
+from .emulation import emulate, picked, with_ids
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def trials():
+    return Trials("cuda", largest=3000)
+
+
+def test_some_hundred_calls(trials):
+    tally = campaign.run_block(trials, 1_000_000, 400, batch=32, thorough=True)
+    assert tally.failures == []
+    assert max(tally.largest.values()) < 1
+
+
+def test_the_same_call_on_both_devices(trials):
+    """A seed found on one machine means the same numbers on another."""
+    on_cpu = Trials("cpu", largest=3000)
+    for seed in range(8):
+        call = draw_call(seed, largest=3000)
+        here, there = build(call, on_cpu.pools), build(call, trials.pools)
+        for name, value in here.arguments.items():
+            other = there.arguments[name].cpu()
+            if value.dtype == torch.float8_e4m3fn:
+                value, other = value.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+            assert torch.equal(value, other), name
+        torch.testing.assert_close(
+            expected(call, here, FP8).out, expected(call, there, FP8).out.cpu(), rtol=1e-9, atol=1e-9
+        )
+
+
+def test_the_emulation_rounds_as_the_kernels_do(trials):
+    """What the check is tested with on the CPU is as far from the exact output as the kernels are."""
+    for seed in (s for s in range(60) if draw_call(s, largest=3000).style == "random"):
+        call = draw_call(seed, largest=3000)
+        tensors = build(call, trials.pools)
+        wanted = expected(call, tensors, FP8)
+        errors = []
+        for out in (trials._attend(call, tensors), emulate(call, build(call, Trials("cpu", largest=3000).pools))):
+            errors.append(float((out.double().cpu() - wanted.out.cpu()).norm()))
+        if errors[1] > 0 and call.tokens > 20:
+            assert 0.8 < errors[0] / errors[1] < 1.25
+            return
+    raise AssertionError("no such call")
+
+
+@pytest.mark.parametrize("style", ["random", *EXACT_STYLES])
+def test_planted_mistakes_are_found(trials, style):
+    found = 0
+    for seed in range(400):
+        call = draw_call(seed, largest=3000)
+        if call.style != style or call.tokens < 8 or call.padding:
+            continue
+        tensors = build(call, trials.pools)
+        wanted = expected(call, tensors, FP8)
+        token = call.tokens // 2
+        pages = picked(tensors, token, 0)
+        if len(pages) > 1 and (pages[0] + 1) * 128 <= int(tensors.limit[token]):
+            out = trials._attend(call, with_ids(tensors, token, 0, pages[1:]), engine=call.engine)
+            assert int(judge(out, wanted)[0]) > 0, seed
+            found += 1
+        # The first request's queries one token further on; the first of them then sees a token more of its own page.
+        position = int(tensors.limit[0])
+        one_more = position // 128 in picked(tensors, 0, 0) and (position + 1) % 128
+        if style in EXACT_STYLES and one_more and position + 1 < call.sequences[0]:
+            ahead = tensors.arguments["prefix_lens"].clone()
+            ahead[0] += 1
+            moved = dataclasses.replace(tensors, arguments=tensors.arguments | {"prefix_lens": ahead})
+            assert int(judge(trials._attend(call, moved), wanted)[0]) > 0, seed
+            found += 1
+    assert found > 10
+
+
+@pytest.mark.parametrize("name", refusals.REFUSALS)
+def test_every_refusal(trials, name):
+    call = next(c for seed in range(100) if (c := draw_call(seed, largest=3000)).tokens > 4)
+    number = list(refusals.REFUSALS).index(name)
+    assert refusals.refused(build(call, trials.pools), number) == (name, None)
