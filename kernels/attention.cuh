@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -89,44 +90,92 @@ constexpr float kMostRoundUp = 4.0f;
 // Chunk (16 bytes) of a row under the 128-byte swizzle.
 __device__ __forceinline__ uint32_t swizzled_offset(uint32_t row, uint32_t chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
+// What a row of Q may be scaled to have as its largest magnitude before it is rounded to E4M3. Each row takes the candidate that leaves it
+// the least squared error: with normally distributed elements 2.38 % instead of 2.57 % at 448 alone, where rounding P costs as much.
+struct QueryScales {
+  static constexpr int kCandidates = 3;
+  __host__ __device__ static constexpr float largest(int candidate) { return candidate == 0 ? 256.0f : candidate == 1 ? 288.0f : kE4m3Max; }
+};
+
+// Brings a query's 16 heads nearer: 32 lines of 128 bytes, one a lane.
+__device__ __forceinline__ void prefetch_query(const UnionAttentionParams& p, int query, int kv_head, int lane) {
+  constexpr int kLineElements = 128 / sizeof(__nv_bfloat16), kLinesPerHead = RowTile::kHeadDim / kLineElements;
+  static_assert(kLinesPerHead * RowTile::kHeadsPerKvHead == 32, "a line a lane");
+  if (query < 0) return;
+  const int head = kv_head * RowTile::kHeadsPerKvHead + lane / kLinesPerHead;
+  ptx::prefetch_to_l2(p.q + query * p.q_token_stride + head * p.q_head_stride + lane % kLinesPerHead * kLineElements);
+}
+
 // Quantises the 16 heads of one query, number `place` of the tile, to E4M3 rows of the Q tile and stores each row's softmax scale. Run
-// by a warp. `query` < 0: zeros.
+// by a warp, eight lanes a row. `query` < 0: zeros. The candidates' errors are summed in half precision, which is as good for choosing.
 __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, uint8_t* q_tile, float* row_scale, int query,
                                                int kv_head, int place, int lane, float softmax_scale_log2) {
-  constexpr int kHeadsPerStep = 2;  // 16 lanes x 16 bytes are one head's 128 BF16 values
-  constexpr int kSteps = RowTile::kHeadsPerKvHead / kHeadsPerStep;
-  const int half = lane >> 4, part = lane & 15;
-  uint4 raw[kSteps];
+  constexpr int kLanesPerRow = 8, kRowsPerStep = 32 / kLanesPerRow;
+  constexpr int kVectors = RowTile::kHeadDim / 8 / kLanesPerRow;  // of eight BF16 values; a row's lanes take them in turn
+  constexpr int kPairs = 4 * kVectors;
+  const int part = lane % kLanesPerRow;
+  uint4 next[kVectors];
+  auto load = [&](int head) {
+    const __nv_bfloat16* row = p.q + query * p.q_token_stride + (kv_head * RowTile::kHeadsPerKvHead + head) * p.q_head_stride;
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int head = step * kHeadsPerStep + half;
-    raw[step] = make_uint4(0, 0, 0, 0);
-    if (query >= 0) {
-      const __nv_bfloat16* row = p.q + query * p.q_token_stride + (kv_head * RowTile::kHeadsPerKvHead + head) * p.q_head_stride;
-      raw[step] = *reinterpret_cast<const uint4*>(row + part * 8);
+    for (int v = 0; v < kVectors; ++v) {
+      next[v] = make_uint4(0, 0, 0, 0);
+      if (query >= 0 && head < RowTile::kHeadsPerKvHead) next[v] = *reinterpret_cast<const uint4*>(row + (v * kLanesPerRow + part) * 8);
     }
-  }
+  };
+  load(lane / kLanesPerRow);
+#pragma unroll 1
+  for (int head = lane / kLanesPerRow; head < RowTile::kHeadsPerKvHead; head += kRowsPerStep) {
+    uint4 raw[kVectors];
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    float x[8];
-    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw[step]);
-    float amax = kSmallestAmax;
+    for (int v = 0; v < kVectors; ++v) raw[v] = next[v];
+    load(head + kRowsPerStep);  // under way while this row is worked on
+    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(raw);
+    __nv_bfloat162 most = __habs2(pairs[0]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = __bfloat1622float2(pairs[i]);
-      x[2 * i] = pair.x;
-      x[2 * i + 1] = pair.y;
-      amax = fmaxf(amax, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    for (int i = 1; i < kPairs; ++i) most = __hmax2(most, __habs2(pairs[i]));
+#pragma unroll
+    for (int d = 1; d < kLanesPerRow; d *= 2) most = __hmax2(most, __shfl_xor_sync(~0u, most, d));
+    const float amax = fmaxf(kSmallestAmax, __bfloat162float(__hmax(most.x, most.y)));
+
+    const float inverse = QueryScales::largest(0) / amax;
+    __half2 error[QueryScales::kCandidates];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 x = __bfloat1622float2(pairs[i]);
+      const __half2 scaled = __floats2half2_rn(x.x * inverse, x.y * inverse);
+#pragma unroll
+      for (int c = 0; c < QueryScales::kCandidates; ++c) {
+        const __half2 y = c == 0 ? scaled : __hmul2(scaled, __float2half2_rn(QueryScales::largest(c) / QueryScales::largest(0)));
+        const __half2 d = __hsub2(ptx::round_to_e4m3(y), y);
+        error[c] = i == 0 ? __hmul2(d, d) : __hfma2(d, d, error[c]);
+      }
     }
+    float least = 0.0f, factor = 1.0f, reciprocal = 1.0f / QueryScales::largest(0);
 #pragma unroll
-    for (int offset = 8; offset > 0; offset >>= 1) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, offset));
-    const float inverse = kE4m3Max / amax;
-    const uint32_t row = RowTile::row_of(place, step * kHeadsPerStep + half);
-    uint2 packed;
-    packed.x = ptx::to_e4m3x4(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse);
-    packed.y = ptx::to_e4m3x4(x[4] * inverse, x[5] * inverse, x[6] * inverse, x[7] * inverse);
-    *reinterpret_cast<uint2*>(q_tile + swizzled_offset(row, part >> 1) + (part & 1) * 8) = packed;
-    if (part == 0) row_scale[row] = fminf(amax / kE4m3Max * softmax_scale_log2, kLargestRowScale);
+    for (int c = 0; c < QueryScales::kCandidates; ++c) {
+      const float ratio = QueryScales::largest(c) / QueryScales::largest(0);
+      float sum = (__low2float(error[c]) + __high2float(error[c])) * (1.0f / (ratio * ratio));
+#pragma unroll
+      for (int d = 1; d < kLanesPerRow; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      if (c == 0 || sum < least) {  // the first also where the row is not finite
+        least = sum;
+        factor = ratio;
+        reciprocal = 1.0f / QueryScales::largest(c);
+      }
+    }
+    const float chosen = inverse * factor;
+    auto rounded = [&](int i) {
+      const float2 low = __bfloat1622float2(pairs[2 * i]), high = __bfloat1622float2(pairs[2 * i + 1]);
+      return ptx::to_e4m3x4(low.x * chosen, low.y * chosen, high.x * chosen, high.y * chosen);
+    };
+    const uint32_t row = RowTile::row_of(place, head);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int vector = v * kLanesPerRow + part;
+      *reinterpret_cast<uint2*>(q_tile + swizzled_offset(row, vector >> 1) + (vector & 1) * 8) = make_uint2(rounded(2 * v), rounded(2 * v + 1));
+    }
+    if (part == 0) row_scale[row] = fminf(amax * reciprocal * softmax_scale_log2, kLargestRowScale);
   }
 }
 

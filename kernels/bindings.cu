@@ -85,7 +85,7 @@ void regroup(TensorView topk_idx, TensorView cu_seqlens, TensorView prefix_lens,
 void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_seqlens, TensorView seq_lens, TensorView prefix_lens,
                 Optional<TensorView> req_to_token, Optional<TensorView> slot_ids, int64_t num_pool_pages, int64_t window,
                 int64_t page_size, TensorView pages, TensorView masks, TensorView counts, TensorView queries, TensorView limits,
-                Optional<TensorView> slots, Optional<TensorView> queue, Optional<TensorView> marks) {
+                Optional<TensorView> slots, Optional<TensorView> queue, Optional<TensorView> marks, bool behind_regroup) {
   require(topk_idx.stride(2) == 1, "union_prep", "topk_idx rows must be contiguous");
   require(req_to_token.has_value() == slots.has_value() && req_to_token.has_value() == slot_ids.has_value(), "union_prep",
           "req_to_token, slot_ids and slots go together");
@@ -111,7 +111,7 @@ void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_se
                                    req_to_token.has_value() ? static_cast<int>(req_to_token.value().size(0)) : 0,
                                    req_to_token.has_value() ? static_cast<int>(req_to_token.value().size(1)) : 0,
                                    data_or_null<void>(slot_ids),
-                                   wide_slot_ids, num_pool_pages, window, queries.size(2), page_size, plan, pages.size(1), pages.size(2),
+                                   wide_slot_ids, num_pool_pages, window, queries.size(2), page_size, plan, pages.size(1), pages.size(2), behind_regroup,
                                    current_stream(topk_idx)),
              "union_prep");
 }

@@ -9,11 +9,14 @@
 
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
-// The one static shared-memory object of a kernel, and a kernel launch on a stream.
+
+#include "ptx/dependent_launch.cuh"
+// The one static shared-memory object of a kernel, a kernel launch on a stream, and one that need not wait for the kernel before it.
 #define PW_SHARED(Type, name) __shared__ Type name
 #define PW_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
+#define PW_LAUNCH_EARLY(kernel, grid, block, stream, ...) pw::ptx::launch_early(kernel, grid, block, 0, stream, __VA_ARGS__)
 #else
-#include "cuda_host_shim.h"  // defines the same two macros
+#include "cuda_host_shim.h"  // defines the same macros
 #endif
 
 namespace pw {

@@ -350,6 +350,9 @@ __device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, S
     if (number == 0 && lane == 0) group.work = work;
     if (work != kNoWork) {
       const int kv_head = work / p.groups;
+#pragma unroll
+      for (int r = number; r < Traits::kGroupSize; r += Traits::kQuantisingWarps)
+        prefetch_query(p, __ldg(p.queries + static_cast<int64_t>(work) * Traits::kGroupSize + r), kv_head, lane);
 #pragma unroll 1
       for (int r = number; r < Traits::kGroupSize; r += Traits::kQuantisingWarps) {
         const int consumer = r / RowTile::kQueries;

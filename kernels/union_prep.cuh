@@ -25,7 +25,7 @@
 //   that do not depend on each other are issued together, divisors are multiplied by. Whole rows are written, so that
 //   nothing of an earlier call is left in the buffers.
 //
-// May be launched early (programmatic dependent launch) behind regroup, which neither writes what is read before G
+// Launched early (programmatic dependent launch) where it follows regroup, which neither writes what is read before G
 // (cu_seqlens, the lengths, slot_ids) nor starts before it is there. A kernel behind this one may start early too.
 //
 // Registers per thread are asserted by tests/kernels/test_compile.py.
@@ -303,13 +303,14 @@ __global__ void __launch_bounds__(UnionPrepTraits<kSlots>::kThreads, UnionPrepTr
 // topk int32 [kv_heads, tokens, k] with the strides given in elements (the ids of a row are contiguous), k <= 16;
 // perm int32 [kv_heads, tokens] contiguous, or null: the original order; window > 0; group_size 1..16; `groups` at
 // least the number of groups of the batch, padding rows included; max_union = group_size * k. req_to_token and
-// plan.slots may be null. Asynchronous; reads nothing on the host.
+// plan.slots may be null. behind_regroup: the kernel launched just before this one into the stream is regroup.
+// Asynchronous; reads nothing on the host.
 inline cudaError_t launch_union_prep(const int32_t* topk, int64_t topk_head_stride, int64_t topk_row_stride,
                                      int kv_heads, int k, const int32_t* perm, Lengths lengths,
                                      const int32_t* req_to_token, int64_t req_stride, int req_rows, int req_positions,
                                      const void* slot_ids, bool slot_ids_are_int64, int num_pool_pages, int window,
                                      int group_size, int page_size, PlanPtrs plan, int groups, int max_union,
-                                     cudaStream_t stream) {
+                                     bool behind_regroup, cudaStream_t stream) {
   if (k < 0 || k > kMaxTopk || window < 1 || group_size < 1 || group_size > kMaxUnionGroup || page_size < 1 ||
       max_union != group_size * k || lengths.requests < 0)
     return cudaErrorInvalidValue;
@@ -332,11 +333,13 @@ inline cudaError_t launch_union_prep(const int32_t* topk, int64_t topk_head_stri
   p.max_union = max_union;
   const auto launch = [&](auto traits, auto kernel) {
     using Traits = decltype(traits);
-    PW_LAUNCH(kernel, dim3(ceil_div(groups, Traits::kWarps), kv_heads), dim3(Traits::kThreads), stream, p);
+    const dim3 grid(ceil_div(groups, Traits::kWarps), kv_heads), block(Traits::kThreads);
+    if (behind_regroup) return PW_LAUNCH_EARLY(kernel, grid, block, stream, p);
+    PW_LAUNCH(kernel, grid, block, stream, p);
+    return cudaGetLastError();
   };
-  if (group_size <= 8) launch(UnionPrepTraits<8>{}, union_prep_kernel<8>);
-  else launch(UnionPrepTraits<16>{}, union_prep_kernel<16>);
-  return cudaGetLastError();
+  return group_size <= 8 ? launch(UnionPrepTraits<8>{}, union_prep_kernel<8>)
+                         : launch(UnionPrepTraits<16>{}, union_prep_kernel<16>);
 }
 
 }  // namespace pw

@@ -271,6 +271,7 @@ def sparse_prefill(
             device=q.device,
             with_slots=True,
         )
+    marks = None if value_tiles is None else value_tiles.begin()
     perm = None
     if config.mode == "pageweaver":
         perm = (
@@ -300,7 +301,8 @@ def sparse_prefill(
         slot_ids=slot_ids,
         num_pool_pages=pool_pages,
         window=config.window,
-        marks=None if value_tiles is None else value_tiles.begin(),
+        marks=marks,
+        behind_regroup=perm is not None,
     )
     if value_tiles is not None:
         ops.value_tiles(v_cache, value_tiles, plan)

@@ -1,5 +1,7 @@
 // Conversions and special functions that CUDA C++ has no direct name for.
 #pragma once
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace pw::ptx {
@@ -23,6 +25,19 @@ __device__ __forceinline__ uint32_t to_e4m3x4(float b0, float b1, float b2, floa
       : "=r"(packed)
       : "f"(b0), "f"(b1), "f"(b2), "f"(b3));
   return packed;
+}
+
+// Two half-precision numbers rounded to E4M3, as half-precision numbers again.
+__device__ __forceinline__ __half2 round_to_e4m3(__half2 x) {
+  uint32_t rounded;
+  asm("{\n"
+      ".reg .b16 e4m3;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 e4m3, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, e4m3;\n"
+      "}\n"
+      : "=r"(rounded)
+      : "r"(*reinterpret_cast<const uint32_t*>(&x)));
+  return *reinterpret_cast<const __half2*>(&rounded);
 }
 
 }  // namespace pw::ptx

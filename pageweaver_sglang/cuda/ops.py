@@ -46,11 +46,15 @@ def prepare_unions(
     slot_ids: Tensor | None = None,
     num_pool_pages: int = 0,
     marks: Tensor | None = None,
+    behind_regroup: bool = False,
 ) -> None:
     """Fill the arrays of ``plan``; with ``req_to_token`` also ``slots`` (physical pages below ``num_pool_pages``).
 
     ``marks``, int32 ``[kv_heads, num_pool_pages]``, needs ``slots``: the entry of every page that the plan lists is
     raised to the number of the page's tokens that belong to the request, see :class:`..value_tiles.ValueTiles`.
+
+    ``behind_regroup`` promises that :func:`regroup` was what the current stream got last: the kernel then takes its
+    place on the GPU while that one runs.
     """
     load().pw_union_prep(
         topk_idx,
@@ -71,6 +75,7 @@ def prepare_unions(
         plan.slots if req_to_token is not None else None,
         plan.queue,
         marks,
+        behind_regroup,
     )
 
 

@@ -146,6 +146,7 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     assert unions_perm is perm
     assert all(got is expected for got, expected in zip(lengths, LENGTHS, strict=True))
     marks = options.pop("marks")
+    assert options.pop("behind_regroup") is (regroup_options is not None)
     assert options == {
         "req_to_token": CASE.req_to_token,
         "slot_ids": CASE.slot_ids,

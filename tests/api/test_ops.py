@@ -54,12 +54,13 @@ def test_prepare_unions(heard, with_pool, with_marks):
     topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, req_to_token, slot_ids = tensors(7)
     pool = {"req_to_token": req_to_token, "slot_ids": slot_ids, "num_pool_pages": 9} if with_pool else {}
     marks = {"marks": torch.zeros(1, 9, dtype=torch.int32)} if with_marks else {}
-    ops.prepare_unions(topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, PLAN, window=64, **pool, **marks)
+    behind = {"behind_regroup": True} if with_marks else {}
+    ops.prepare_unions(topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, PLAN, window=64, **pool, **marks, **behind)
     ((name, got),) = heard
     assert name == "pw_union_prep"
     expected = [topk_idx, perm, cu_seqlens, seq_lens, prefix_lens, *(pool.values() or (None, None, 0)), 64, 64]
     arrays = [PLAN.pages, PLAN.masks, PLAN.counts, PLAN.queries, PLAN.limits, PLAN.slots if with_pool else None]
-    assert same(got, [*expected, *arrays, PLAN.queue, marks.get("marks")])
+    assert same(got, [*expected, *arrays, PLAN.queue, marks.get("marks"), with_marks])
 
 
 def test_value_tiles(heard):
@@ -87,7 +88,7 @@ def test_union_attention(heard, scale, number, tensor):
 def test_the_exports_take_as_many_arguments_as_they_are_given():
     """The library's signatures, by its source: a missing argument would only show on a GPU."""
     source = (kernels_dir() / "bindings.cu").read_text()
-    given = {"regroup": 9, "union_prep": 18, "value_tiles": 5, "attention": 18}
+    given = {"regroup": 9, "union_prep": 19, "value_tiles": 5, "attention": 18}
     for name, count in given.items():
         assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_{name}, {name})" in source
         (parameters,) = re.findall(rf"^void {name}\(([^)]*)\) {{$", source, re.MULTILINE)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_support import HAS_CUDA, attend, same_bits
+from rounded_queries import rounded_rows
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import exact_rows, nrms, sample_rows
@@ -160,9 +161,8 @@ def test_sharp_and_flat_logits(factor):
     """Against a reference whose Q is rounded as the kernel's: what is left is the rounding of P."""
     case = make_case("packed", seed=6, device="cuda")
     case = dataclasses.replace(case, q=(case.q.float() * factor).to(torch.bfloat16))
-    scale = case.q.float().abs().amax(dim=2, keepdim=True).clamp_min(1e-12) / 448
-    rounded = (case.q.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
-    expected = pw.reference.sparse_prefill(rounded, *case.args()[1:], k_scale=case.k_scale, v_scale=case.v_scale)
+    q = rounded_rows(case.q)
+    expected = pw.reference.sparse_prefill(q, *case.args()[1:], k_scale=case.k_scale, v_scale=case.v_scale)
     assert nrms(attend(case), expected) <= 0.035
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_support import HAS_CUDA, attend, plan_with_slots, poisoned_tiles, same_bits
+from rounded_queries import rounded_q
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import nrms
@@ -70,12 +71,6 @@ def reference(case, q=None) -> torch.Tensor:
     """The exact output; float64 when ``q`` is given in its place."""
     args = case.args()
     return pw.reference.sparse_prefill(args[0] if q is None else q, *args[1:], k_scale=case.k_scale)
-
-
-def rounded_q(case) -> torch.Tensor:
-    """Q as the kernels read it: E4M3 with a scale for every row. What is left is the rounding of P."""
-    scale = case.q.float().abs().amax(dim=2, keepdim=True).clamp_min(1e-12) / 448
-    return (case.q.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
 
 
 def agreed_output(case) -> torch.Tensor:

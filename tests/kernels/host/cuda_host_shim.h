@@ -47,6 +47,11 @@
     (void)(stream);                                          \
     shim::launch(grid, block, [&] { kernel(__VA_ARGS__); }); \
   } while (0)
+#define PW_LAUNCH_EARLY(kernel, grid, block, stream, ...)     \
+  [&] {                                                       \
+    PW_LAUNCH(kernel, grid, block, stream, __VA_ARGS__);      \
+    return cudaSuccess;                                       \
+  }()
 
 struct dim3 {
   unsigned x, y, z;

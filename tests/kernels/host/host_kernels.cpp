@@ -34,5 +34,5 @@ EXPORT int host_union_prep(const int32_t* topk, int64_t head_stride, int64_t row
   shim::message.clear();
   return pw::launch_union_prep(topk, head_stride, row_stride, kv_heads, k, perm, *lengths, req_to_token, req_stride,
                                req_rows, req_positions, slot_ids, slot_ids_are_int64 != 0, num_pool_pages, window, group_size, page_size, *plan,
-                               groups, max_union, nullptr);
+                               groups, max_union, perm != nullptr, nullptr);
 }
