@@ -69,6 +69,8 @@ class Config(BaseModel):
     """Every n-th Step 3 call is also computed by SGLang's own path and the difference logged; 0 = never."""
     on_error: Literal["native", "raise"] = Field("native", description="native or raise")
     """An exception inside PageWeaver: SGLang's own Step 3 serves from then on, or (for tests) it is raised."""
+    fallback_engine: Literal["native", "flashinfer-xqa"] = Field("native", description="native or flashinfer-xqa")
+    """Who serves the calls that the kernels don't cover: SGLang's own Step 3, or FlashInfer's XQA where it does."""
     control_dir: str | None = Field(None, min_length=1, description="a folder, or null (one of the user's)")
     """Where ``pageweaver switch`` and a running server meet; ``None`` is a folder of the user in the temporary one."""
     timing: bool = Field(False, description="true or false")

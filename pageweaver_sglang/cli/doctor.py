@@ -124,7 +124,22 @@ def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
             f"{kib:.0f} KiB per KV page and KV head of a rank for value tiles, as much as one layer's V cache; "
             "a server's STATUS line says how much that is",
         )
+    if config.mode != "native" and config.fallback_engine != "native":
+        _look_at_fallback(diagnosis, config.fallback_engine)
     return config
+
+
+def _look_at_fallback(diagnosis: Diagnosis, engine: str) -> None:
+    from pageweaver_sglang.flashinfer import xqa
+
+    try:
+        xqa.load()
+    except xqa.FlashInferError as error:
+        refuse = f"The server would refuse to start: fallback_engine {engine}: {error}."
+        diagnosis.add("fallback engine", f"{engine}, unusable: {error}", refuse)
+        return
+    version = environment.version("flashinfer-python") or "of an unknown version"
+    diagnosis.add("fallback engine", f"{engine}, flashinfer-python {version}; compiled while a server starts")
 
 
 def _look_at_switch(diagnosis: Diagnosis, config: Config) -> None:

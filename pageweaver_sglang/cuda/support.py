@@ -53,10 +53,10 @@ def unsupported_reason(
         if value is not None:
             return f"{name} must be None"
     if q.dtype != torch.bfloat16:
-        return f"q must be bfloat16, got {_name(q)}"
+        return f"q must be bfloat16, got {dtype_name(q)}"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dtype != torch.float8_e4m3fn:
-            return f"{name} must be float8_e4m3fn, got {_name(cache)}"
+            return f"{name} must be float8_e4m3fn, got {dtype_name(cache)}"
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("topk_idx", topk_idx)):
         if tensor.dim() != 3:
             return f"{name} must have 3 dimensions, got {tensor.dim()}"
@@ -77,18 +77,13 @@ def unsupported_reason(
         return f"k_cache must have a multiple of {PAGE_SIZE} slots, got {slots}"
     if slots == 0:
         return "k_cache must have at least one page"
-    # Keys that a query must not see get a large negative score before the scales are applied.
-    scale = HEAD_DIM**-0.5 if sm_scale is None else float(sm_scale)
-    if not scale >= MIN_SCALE:
-        return f"sm_scale must be at least {MIN_SCALE}, got {scale}"
-    on_device = isinstance(k_scale, torch.Tensor) and k_scale.is_cuda
-    if k_scale is not None and not on_device and not float(k_scale) >= MIN_SCALE:
-        return f"k_scale must be at least {MIN_SCALE}, got {float(k_scale)}"
+    if reason := scale_reason(sm_scale, k_scale, HEAD_DIM):
+        return reason
     k = topk_idx.shape[2]
     if not 1 <= k <= MAX_TOPK:
         return f"topk_idx must have 1 to {MAX_TOPK} pages per query, got {k}"
     if topk_idx.dtype != torch.int32:
-        return f"topk_idx must be int32, got {_name(topk_idx)}"
+        return f"topk_idx must be int32, got {dtype_name(topk_idx)}"
     if topk_idx.stride(2) != 1:
         return f"topk_idx must be contiguous along k, got stride {topk_idx.stride(2)}"
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -103,7 +98,20 @@ def unsupported_reason(
     return None
 
 
-def _name(tensor: torch.Tensor) -> str:
+def scale_reason(sm_scale: float | None, k_scale: float | torch.Tensor | None, head_dim: int) -> str | None:
+    """Say which scale of the scores or keys a kernel can't take, or None; one in device memory is not read."""
+    # Keys that a query must not see get a large negative score before the scales are applied.
+    scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
+    if not scale >= MIN_SCALE:
+        return f"sm_scale must be at least {MIN_SCALE}, got {scale}"
+    on_device = isinstance(k_scale, torch.Tensor) and k_scale.is_cuda
+    if k_scale is not None and not on_device and not float(k_scale) >= MIN_SCALE:
+        return f"k_scale must be at least {MIN_SCALE}, got {float(k_scale)}"
+    return None
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The dtype's name as messages have it, such as ``float16``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

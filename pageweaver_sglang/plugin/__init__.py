@@ -9,6 +9,7 @@ options    what ``pageweaver`` means among SGLang's server arguments, before SGL
 hooks      the hooks, and the guard that stops a server in which one of them did not take
 backend    the attention backend: SGLang's own, with Step 3 of prefill routed to ``step3``
 step3      one Step 3 call: PageWeaver or SGLang's own function, counters, comparison of the two
+fallback   FlashInfer's XQA for calls that the kernels don't cover, where the setting fallback_engine asks for it
 operations the switch, what disables PageWeaver after an error, and the thread that tells how the process stands
 control    the folder of ``pageweaver switch``
 metrics    counters and histograms in SGLang's Prometheus endpoint

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttn
 import pageweaver_sglang
 from pageweaver_sglang.config import Config, load_config
 
-from . import NAME, capture, compat, kernels, operations, tiles, timing
+from . import NAME, capture, compat, fallback, kernels, operations, tiles, timing
 from .options import PAGE_SIZE, BackendError, check_model
 from .step3 import Step3, route, serving
 
@@ -90,17 +90,27 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
             )
     device = torch.device(getattr(runner, "device", None) or sparse.req_to_token.device)
     kernels_state = kernels.prepare(config, device)
-    tiles_state = "none"
+    tiles_state = fallback_state = "none"
     layers = range(sparse.kv_pool.start_layer, sparse.kv_pool.end_layer)
     if own := [layer for layer in sparse.sparse_layer_ids if layer in layers]:  # not in every pipeline stage
-        _, v_cache = sparse.kv_pool.get_kv_buffer(own[0])  # as Step 3 gets it
+        k_cache, v_cache = sparse.kv_pool.get_kv_buffer(own[0])  # as Step 3 gets them
         config, tiles_state = tiles.reserve(config, v_cache)
         sparse.step3.config = config
+        sparse.step3.fallback, fallback_state = fallback.prepare(
+            config,
+            k_cache,
+            v_cache,
+            q_heads=compat.query_heads(runner),
+            q_dtype=runner.model_config.dtype,
+            pool_page_size=sparse.kv_pool.page_size,
+            page_size=sparse.block_size_k,
+        )
     route(importlib.import_module(compat.STEP3_MODULE))
     if sparse.use_msa:
         logger.warning("pageweaver: SGLang serves Step 3 with MSA on this GPU, so PageWeaver will not act")
     page_size = sparse.kv_pool.page_size
-    logger.info("%s", status_line(config, dense_backend, page_size, kernels_state, tiles_state, sparse.operations))
+    states = {"kernels": kernels_state, "value tiles": tiles_state, "fallback": fallback_state}
+    logger.info("%s", status_line(config, dense_backend, page_size, states, sparse.operations))
     return MiniMaxHybridAttnBackend(dense_backend, sparse, sparse.sparse_layer_ids)
 
 
@@ -108,17 +118,17 @@ def status_line(
     config: Config,
     dense_backend: Any,
     page_size: int,
-    kernels_state: str,
-    tiles_state: str,
+    states: dict[str, str],
     of_process: operations.Operations,
 ) -> str:
-    """One line that says what this process serves with."""
+    """One line that says what this process serves with; ``states`` are words for what was got ready, by its name."""
     version = compat.sglang_version()
     first, last = compat.SUPPORTED
     untested = "" if compat.tested_version(version) else f" (untested; tested are {first} to {last})"
     return (
         f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, window {config.window}, guard {config.guard}, "
-        f"kernels {kernels_state}, value tiles {tiles_state}, dense layers {type(dense_backend).__name__}, "
+        f"{', '.join(f'{what} {state}' for what, state in states.items())}, "
+        f"dense layers {type(dense_backend).__name__}, "
         f"page size {page_size}, verify every {config.verify_every}, capture {config.capture_dir or 'off'}, "
         f"switch {of_process.switch.reason or 'on'} in {of_process.folder or 'no folder'}, "
         f"metrics {'off' if of_process.metrics is None else 'on'}, "

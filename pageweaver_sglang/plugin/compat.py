@@ -361,6 +361,17 @@ def ranks(runner: Any) -> dict[str, str]:
     return labels
 
 
+def query_heads(runner: Any) -> int:
+    """Query heads of this rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    try:
+        ranks_of_attention = get_parallel().attn_tp_size
+    except Exception:  # what SGLang raises where nothing is distributed differs by version
+        ranks_of_attention = 1
+    return runner.model_config.num_attention_heads // ranks_of_attention
+
+
 def published_backends() -> tuple[str | None, str | None, str | None]:
     """(attention, prefill, decode) backend names in the configuration that this process serves; Nones before that."""
     from sglang.srt.runtime_context import get_exec

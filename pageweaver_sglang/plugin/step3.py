@@ -24,6 +24,7 @@ from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
 
 from . import compat, tiles
+from .fallback import XQA, XqaFallback
 from .operations import Switch
 from .timing import Step3Timer
 
@@ -51,19 +52,20 @@ class Stats:
 
     calls: int = 0
     calls_by_arm: Counter[str] = field(default_factory=Counter)
-    """``pageweaver``, ``union8`` or ``native``."""
+    """``pageweaver``, ``union8``, ``flashinfer-xqa`` or ``native``."""
     tokens_by_arm: Counter[str] = field(default_factory=Counter)
     calls_by_layer: Counter[int] = field(default_factory=Counter)
-    """Calls that PageWeaver served (not SGLang's function), by layer id."""
+    """Calls that PageWeaver's own kernels served, by layer id."""
     fallbacks_by_reason: Counter[str] = field(default_factory=Counter)
     captured_calls: int = 0
     """Calls by PageWeaver that a CUDA graph has captured: replays run them again without any of this being asked."""
     last_verification: Verification | None = None
 
     def summary(self) -> str:
-        """One line: calls served by layer, and fallbacks by reason."""
+        """One line: calls served by layer, fallbacks to SGLang by reason, and FlashInfer's calls if there are any."""
         by_layer = dict(sorted(self.calls_by_layer.items()))
-        return f"pageweaver calls: {by_layer} fallbacks: {dict(self.fallbacks_by_reason)}"
+        xqa = f" {XQA} calls: {self.calls_by_arm[XQA]}" if XQA in self.calls_by_arm else ""
+        return f"pageweaver calls: {by_layer} fallbacks: {dict(self.fallbacks_by_reason)}{xqa}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Step3:
         timer: what times calls, in every mode; None times nothing.
         switch: whether PageWeaver may serve, shared by the backends of a process; None makes one of its own.
         observe: where figures for histograms go; None drops them.
+        fallback: who is asked for calls that the kernels don't cover, before SGLang; None asks nobody.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Step3:
         timer: Step3Timer | None = None,
         switch: Switch | None = None,
         observe: Observe | None = None,
+        fallback: XqaFallback | None = None,
     ):
         self.config = config
         self.pool_page_size = pool_page_size
@@ -116,6 +120,7 @@ class Step3:
         self.timer = timer
         self.switch = Switch() if switch is None else switch
         self.observe = observe
+        self.fallback = fallback
         self.stats = Stats()
         self._first_layer = 1 << 30
         self._logged: set[str] = set()
@@ -151,9 +156,7 @@ class Step3:
         reason = self.switch.reason
         if reason is None:
             try:
-                reason = self._unsupported(call)
-                if reason is None:
-                    out = self._weave(call)
+                reason, out, arm = self._attend(call)
             except UnsupportedError as error:
                 reason = str(error)
             except Exception as error:
@@ -165,14 +168,16 @@ class Step3:
                 return self._hand_back(native, layer_id, call)
             if reason is not None:
                 reason = self._bounded(reason)
-                self._log_once(reason)
+                self._log_once(f"SGLang's own Step 3 serves calls with: {reason}")
         if reason is not None:
             self._count_fallback(reason)
             return self._hand_back(native, layer_id, call)
-        if not stats.calls_by_layer:
-            logger.info("pageweaver: serving Step 3 (first call: layer %d, %d tokens)", layer_id, call["q"].shape[0])
-        self._count(self.config.mode, layer_id, call)
-        stats.calls_by_layer[layer_id] += 1
+        if arm != XQA:
+            if not stats.calls_by_layer:
+                tokens = call["q"].shape[0]
+                logger.info("pageweaver: serving Step 3 (first call: layer %d, %d tokens)", layer_id, tokens)
+            stats.calls_by_layer[layer_id] += 1
+        self._count(arm, layer_id, call)
         logger.debug("pageweaver: layer %d call %d tokens %d", layer_id, stats.calls, out.shape[0])
         if _capturing(out):
             stats.captured_calls += 1
@@ -237,8 +242,26 @@ class Step3:
         known = self.stats.fallbacks_by_reason
         return reason if reason in known or len(known) < MAX_REASONS else OTHER_REASONS
 
-    def _unsupported(self, call: dict[str, Any]) -> str | None:
-        """Why PageWeaver does not serve this call, or None. Reads shapes, dtypes and None-ness only."""
+    def _attend(self, call: dict[str, Any]) -> tuple[str | None, torch.Tensor | None, str]:
+        """Serve a call: (None, output, who served), or (why neither the kernels nor the fallback do, None, "")."""
+        reason = self._foreign(call)
+        if reason is not None:
+            return reason, None, ""
+        reason = self._uncovered(call)
+        if reason is None:
+            return None, self._weave(call), self.config.mode
+        if self.fallback is None:
+            return reason, None, ""
+        also = self.fallback.unsupported_reason(call)
+        if also is not None:
+            self._log_once(f"{XQA} does not cover calls with: {reason} ({also})")
+            return reason, None, ""
+        out = self.fallback(call)
+        self._log_once(f"{XQA} serves calls with: {reason}")
+        return None, out, XQA
+
+    def _foreign(self, call: dict[str, Any]) -> str | None:
+        """Why nobody but SGLang serves this call, or None. Reads shapes, dtypes and None-ness only."""
         if call["q"].shape[0] == 0:
             return None
         if unknown := sorted(
@@ -255,8 +278,12 @@ class Step3:
             return "q_scale (FP8 queries)"
         if call["q"].dtype == torch.float8_e4m3fn:  # SGLang quantises them with trtllm_mha on SM100
             return "q must be bfloat16, got float8_e4m3fn"
-        if call["q"].device.type != "cuda":
-            return None  # the reference engine takes any shape and dtype
+        return None
+
+    def _uncovered(self, call: dict[str, Any]) -> str | None:
+        """Why the kernels do not cover this call, or None. Reads shapes, dtypes and strides only."""
+        if call["q"].shape[0] == 0 or call["q"].device.type != "cuda":
+            return None  # no tokens need no kernel, and the reference engine takes any shape and dtype
         from pageweaver_sglang.cuda.support import unsupported_reason
 
         return unsupported_reason(
@@ -318,10 +345,10 @@ class Step3:
         if self.observe is not None:
             self.observe("verify_nrms", None, verification.nrms)
 
-    def _log_once(self, reason: str) -> None:
-        if reason not in self._logged:
-            self._logged.add(reason)
-            logger.warning("pageweaver: SGLang's own Step 3 serves calls with: %s", reason)
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged and len(self._logged) < 2 * MAX_REASONS:
+            self._logged.add(message)
+            logger.warning("pageweaver: %s", message)
 
 
 def compare(out: torch.Tensor, expected: torch.Tensor) -> Verification:

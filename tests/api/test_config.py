@@ -18,6 +18,7 @@ FIELDS = {
     "dense_backend": None,
     "verify_every": 0,
     "on_error": "native",
+    "fallback_engine": "native",
     "control_dir": None,
     "timing": False,
     "capture_dir": None,
@@ -80,6 +81,7 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_DENSE_BACKEND": "fa3",
         "PAGEWEAVER_VERIFY_EVERY": "10",
         "PAGEWEAVER_ON_ERROR": "raise",
+        "PAGEWEAVER_FALLBACK_ENGINE": "flashinfer-xqa",
         "PAGEWEAVER_CONTROL_DIR": "/tmp/control",
         "PAGEWEAVER_TIMING": "true",
         "PAGEWEAVER_CAPTURE_DIR": "/tmp/calls",
@@ -91,8 +93,8 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_CAPTURE_MAX_CALLS": "9",
         "PAGEWEAVER_CAPTURE_MAX_SECONDS": "60",
     }
-    values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10, "raise", "/tmp/control", True]
-    values += ["/tmp/calls", (3, 7), (2,), 5, True, 64, 9, 60]
+    values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10, "raise", "flashinfer-xqa", "/tmp/control"]
+    values += [True, "/tmp/calls", (3, 7), (2,), 5, True, 64, 9, 60]
     expected = dict(zip(FIELDS, values, strict=True))
     assert pw.load_config(env=env).model_dump() == expected
     assert len(env) == len(FIELDS)
@@ -150,6 +152,7 @@ BAD_VALUES = [
     ("verify_every", -1, r"an integer >= 0"),
     ("verify_every", "often", r"an integer >= 0"),
     ("on_error", "ignore", "native or raise"),
+    ("fallback_engine", "xqa", "native or flashinfer-xqa"),
     ("control_dir", "", r"a folder, or null"),
     ("timing", 1, "true or false"),
     ("capture_dir", "", "a folder, or null"),

@@ -13,6 +13,8 @@ from pageweaver_sglang.bench.inputs import Step3Inputs
 from pageweaver_sglang.bench.peers import flashinfer as arms
 from pageweaver_sglang.bench.peers.page_tables import PageTables
 from pageweaver_sglang.bench.protocol import ArmUnavailable
+from pageweaver_sglang.flashinfer import xqa
+from tests.fake_xqa import modules
 from tests.generators import make_case
 from tests.naive import support_set
 
@@ -83,41 +85,6 @@ def attend_lists(q, k_pages, v_pages, lists, lengths, scale, out):
         out[row] = ((q[row].double() @ k.T * scale).softmax(1) @ v).to(out.dtype)
 
 
-def xqa_batch_decode_with_kv_cache(
-    query,
-    kv_cache,
-    workspace_buffer,
-    block_tables,
-    seq_lens,
-    max_seq_len,
-    bmm1_scale=1.0,
-    bmm2_scale=1.0,
-    window_left=-1,
-    out=None,
-    sinks=None,
-    kv_layout="NHD",
-    enable_pdl=None,
-    q_len_per_req=1,
-    o_scale=1.0,
-    mask=None,
-    kv_cache_sf=None,
-):
-    """Signature of flashinfer-python 0.6.15 (0.7.4 adds ``q_cu_seq_lens=None``)."""
-    assert kv_layout == "NHD"
-    assert query.is_contiguous()
-    assert out.is_contiguous()
-    assert len(query) <= 65535
-    assert workspace_buffer.dtype == torch.uint8
-    assert max_seq_len == block_tables.shape[1] * kv_cache[0].shape[1]
-    attend_lists(query, *kv_cache, lists_of(block_tables, seq_lens, kv_cache), seq_lens.tolist(), bmm1_scale, out)
-    return out
-
-
-def lists_of(block_tables, seq_lens, kv_cache):
-    size = kv_cache[0].shape[1]
-    return [row[: -(-length // size)] for row, length in zip(block_tables.tolist(), seq_lens.tolist(), strict=True)]
-
-
 class BatchPrefillWithPagedKVCacheWrapper:
     """What the arm uses of the class, with the positional order of ``plan`` in 0.6.15 and 0.7.4."""
 
@@ -157,11 +124,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 @pytest.fixture
 def installed(monkeypatch):
-    decode, prefill = types.ModuleType("flashinfer.decode"), types.ModuleType("flashinfer.prefill")
-    decode.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache
+    prefill = types.ModuleType("flashinfer.prefill")
     prefill.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
-    for module in (types.ModuleType("flashinfer"), decode, prefill):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, module in (modules() | {prefill.__name__: prefill}).items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
@@ -190,7 +156,7 @@ def test_arms_equal_the_reference(installed, arm_class, name):
 
 
 def test_large_batches_are_split(installed, monkeypatch):
-    monkeypatch.setattr(arms, "_XQA_BATCH", 16)
+    monkeypatch.setattr(xqa, "MAX_BATCH", 16)
     inputs = inputs_of_case("first_chunk", requests=((50, 0),))
     arm = arms.XqaArm()
     arm.prepare([inputs])

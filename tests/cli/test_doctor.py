@@ -11,6 +11,7 @@ from pageweaver_sglang import Config
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.cli import doctor, main
 from pageweaver_sglang.cuda import loader
+from tests.fake_xqa import modules
 
 H200 = {"name": "NVIDIA H200", "compute_cap": "9.0", "driver_version": "580.1"}
 OTHER = {"name": "NVIDIA A100", "compute_cap": "8.0", "driver_version": "580.1"}
@@ -182,6 +183,24 @@ def test_dense_backend(machine, monkeypatch, backend, known):
     found = problems()
     assert (found == []) == known
     assert known or backend in found[0]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_fallback_engine(machine, monkeypatch, installed):
+    assert all(finding.name != "fallback engine" for finding in doctor.diagnose().findings)
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module if installed else None)
+    monkeypatch.setattr(doctor.environment, "version", lambda package: "0.6.15")
+    monkeypatch.setenv("PAGEWEAVER_FALLBACK_ENGINE", "flashinfer-xqa")
+    diagnosis = doctor.diagnose()
+    (finding,) = [finding for finding in diagnosis.findings if finding.name == "fallback engine"]
+    if installed:
+        assert finding.found == "flashinfer-xqa, flashinfer-python 0.6.15; compiled while a server starts"
+        assert diagnosis.problems == []
+        return
+    (problem,) = diagnosis.problems
+    assert problem.startswith("The server would refuse to start: fallback_engine flashinfer-xqa: FlashInfer can't be")
+    assert problem.endswith("install flashinfer-python 0.6.15 to 0.7.4.")
 
 
 def test_where_settings_come_from(machine, monkeypatch):

@@ -158,6 +158,7 @@ def make_runner(
         hf_config=hf_config,
         hf_text_config=hf_config,
         num_attention_heads=q_heads,
+        dtype=torch.bfloat16,
         quantization=None,
         get_total_num_kv_heads=lambda: kv_heads,
     )

@@ -1,13 +1,10 @@
 """FlashInfer's paged attention over one page list per query, by its XQA decode kernel and by its FA2 prefill kernel.
 
-Written for flashinfer-python 0.6.15 to 0.7.4, whose signatures agree in what is used here.
+Written for the versions named in :mod:`pageweaver_sglang.flashinfer.xqa`, whose signatures agree in what is used here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib
 import statistics
 import time
 from abc import abstractmethod
@@ -16,23 +13,13 @@ from typing import Any
 
 import torch
 
+from pageweaver_sglang.flashinfer import xqa
+
 from ..inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD, Step3Inputs
 from ..protocol import Arm, ArmUnavailable, first_line
 from .page_tables import PageTables
 
 _MIB = 1 << 20
-# XQA takes the batch in gridDim.z.
-_XQA_BATCH = 65535
-
-
-def _import(name: str) -> Any:
-    # FlashInfer's libraries expect the driver's symbols to be loaded already.
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # an import that meets an unfit machine raises anything
-        raise ArmUnavailable(f"FlashInfer can't be imported ({first_line(error)})") from error
 
 
 class _FlashInferArm(Arm):
@@ -40,7 +27,10 @@ class _FlashInferArm(Arm):
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Find FlashInfer, make buffers, and build or load its kernel by a first call."""
-        self._load()
+        try:
+            self._load()
+        except xqa.FlashInferError as error:
+            raise ArmUnavailable(str(error)) from error
         first = sets[0]
         self._sets = sets
         self._tables = [PageTables(s) for s in sets]
@@ -85,7 +75,7 @@ class _FlashInferArm(Arm):
 
     @abstractmethod
     def _load(self) -> None:
-        """Import FlashInfer's function. Raises :class:`ArmUnavailable`."""
+        """Import FlashInfer's function. Raises :class:`~pageweaver_sglang.flashinfer.xqa.FlashInferError`."""
 
     @abstractmethod
     def _ready(self) -> None:
@@ -107,32 +97,18 @@ class XqaArm(_FlashInferArm):
     max_nrms = 0.12
 
     def _load(self) -> None:
-        self._function = _import("flashinfer.decode").xqa_batch_decode_with_kv_cache
+        self._function = xqa.load()
 
     def _ready(self) -> None:
-        # Zeroed: the first 8 MiB are semaphores; the rest is scratch for lists split over several CTAs.
-        self._workspace = torch.zeros(256 * _MIB, dtype=torch.uint8, device=self._out.device)
+        self._workspace = xqa.workspace(self._out.device)
 
     def _attend(
         self, tables: PageTables, head: int, q: torch.Tensor, pages: tuple[torch.Tensor, ...], out: torch.Tensor
     ) -> None:
         table, count, tail = tables.build(head)
         lengths = tables.tokens_of(count, tail)
-        q = q.contiguous()
-        for first in range(0, len(q), _XQA_BATCH):
-            part = slice(first, first + _XQA_BATCH)
-            self._function(
-                query=q[part],
-                kv_cache=pages,
-                workspace_buffer=self._workspace,
-                block_tables=table[part],
-                seq_lens=lengths[part],
-                max_seq_len=table.shape[1] * pages[0].shape[1],
-                bmm1_scale=HEAD_DIM**-0.5,
-                bmm2_scale=1.0,
-                out=out[part],
-                kv_layout="NHD",
-            )
+        space = self._workspace
+        xqa.attend(self._function, q, pages, table, lengths, out, scale=HEAD_DIM**-0.5, workspace=space)
 
     def release(self) -> None:
         """Free the buffers."""
@@ -152,7 +128,7 @@ class Fa2Arm(_FlashInferArm):
     max_nrms = 0.02
 
     def _load(self) -> None:
-        self._wrapper_class = _import("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
+        self._wrapper_class = xqa.import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
 
     def _ready(self) -> None:
         self._float_space = torch.empty(128 * _MIB, dtype=torch.uint8, device=self._out.device)
