@@ -71,7 +71,7 @@ PREFIX = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?P<ranks>(?: [A-Z_]+\d+)*
 VERIFY = re.compile(
     r"pageweaver verify: layer (?P<layer>\d+) call \d+ tokens (?P<tokens>\d+) requests (?P<requests>\d+) "
     r"kv_heads (?P<kv_heads>\d+) nrms (?P<nrms>[\d.]+|nan|inf)%? max error (?P<max_error>[^ ]+) "
-    r"cosine (?P<cosine>[^ ]+)(?: skipped rows (?P<skipped>\d+))?"
+    r"cosine (?P<cosine>-?[\d.]+|nan)(?: skipped rows (?P<skipped>\d+))?"
 )
 PADDING = re.compile(r"pageweaver padding: layer (?P<layer>\d+) rows (?P<rows>\d+) not zero (?P<not_zero>\d+)")
 SUMMARY = re.compile(r"pageweaver calls: \{(?P<calls>[^}]*)\} fallbacks: \{(?P<fallbacks>.*)\}")

@@ -106,6 +106,15 @@ class ServerProcess:
         """The end of the log."""
         return "\n".join(self.text().splitlines()[-lines:])
 
+    def pids(self) -> list[int]:
+        """Ids of the server's living processes, helpers included."""
+        return self._members()
+
+    def exit_code(self) -> int | None:
+        """Exit code of the process that was started, None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
     def _members(self) -> list[int]:
         """Living processes of the server: its group, and all descendants ever seen (some start their own session)."""
         assert self._process is not None

@@ -1,10 +1,11 @@
-"""Stands in for `python -m sglang.launch_server` in the tests of serve_check.py: same log lines, same answers.
+"""Stands in for `python -m sglang.launch_server` in the tests of serve_check.py and soak.py: log lines and answers.
 
 FAKE_* variables make it misbehave. It starts a helper process in a session of its own that ignores SIGTERM, as a stuck
 scheduler would; FAKE_PIDS names a file that gets both process ids. With --tp and --dp it logs for every rank.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -13,13 +14,16 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 HELPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 LAYERS = (2, 3, 4, 5)
 
 
 def log(text: str, rank: str = "") -> None:
-    print(f"[2026-11-30 10:00:00{rank}] INFO pageweaver_sglang.plugin: {text}", flush=True)
+    # In one piece: print() would write the end of the line apart, and other threads' lines in between.
+    sys.stdout.write(f"[2026-11-30 10:00:00{rank}] INFO pageweaver_sglang.plugin: {text}\n")
+    sys.stdout.flush()
 
 
 def ranks(dp_rank: int | None = None) -> list[str]:
@@ -31,16 +35,45 @@ def ranks(dp_rank: int | None = None) -> list[str]:
     return every if dp_rank is None else every[dp_rank * size : (dp_rank + 1) * size]
 
 
+def wrong_with(text: bytes) -> str | None:
+    """Why SGLang would refuse a body, or None."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return "no JSON"
+    if not all(isinstance(token, int) for token in body["input_ids"]):
+        return "input_ids must be integers"
+    if options.context_length and len(body["input_ids"]) >= options.context_length:
+        return "longer than the context"
+    if max(body.get("token_ids_logprob", [0])) > 1000 or body["sampling_params"].get("top_p", 1) > 1:
+        return "out of range"
+    return None
+
+
 class Handler(BaseHTTPRequestHandler):
     calls = 0
+    kept: ClassVar[list[bytes]] = []
 
     def log_message(self, *_):
         pass
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = self.rfile.read(int(self.headers["Content-Length"]))
+        if (reason := wrong_with(text)) and "FAKE_TAKES_ALL" not in os.environ:
+            self.send_error(400, reason)
+            return
+        if reason:
+            text = json.dumps({"input_ids": [300], "sampling_params": {"max_new_tokens": 1}})
+        body = json.loads(text)
         prompt, new = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         Handler.calls += 1
+        Handler.kept.append(b"x" * int(os.environ.get("FAKE_LEAK", 0)))
+        if Handler.calls == int(os.environ.get("FAKE_DIE_AFTER", -1)):
+            print("CUDA error: an illegal memory access was encountered", flush=True)
+            os._exit(3)
+        if body.get("stream"):
+            self.stream()
+            return
         if os.environ.get("PAGEWEAVER_MODE", "native") != "native":
             nrms = os.environ.get("FAKE_NRMS", "2.671%")
             serving = ranks(None if "FAKE_WANDERS" in os.environ else body.get("routed_dp_rank"))
@@ -65,7 +98,17 @@ class Handler(BaseHTTPRequestHandler):
         answer = {"output_ids": [first] * new, "meta_info": {"output_top_logprobs": [top] * new}}
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
+        with contextlib.suppress(OSError):  # the client has hung up
+            self.wfile.write(json.dumps(answer).encode())
+
+    def stream(self):
+        """Tokens until the client hangs up."""
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                self.wfile.write(b'data: {"output_ids": [1]}\n\n')
+                time.sleep(0.02)
 
 
 def compile_once(cache: Path) -> None:
@@ -106,5 +149,6 @@ if __name__ == "__main__":
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--moe-dense-tp-size", type=int)
+    parser.add_argument("--context-length", type=int)
     options, _ = parser.parse_known_args()
     main()

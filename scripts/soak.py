@@ -1,0 +1,594 @@
+#!/usr/bin/env python3
+"""Serve the tiny MiniMax-M3 for a while under mixed traffic, and decide whether it stayed up, right and flat in memory.
+
+    soak.py --seconds 60                                # one GPU, mode pageweaver
+    soak.py --seconds 600 --verify-every 5 -- --tp 2    # longer, more calls compared, more arguments for the server
+
+The server gets PAGEWEAVER_VERIFY_EVERY: every n-th Step 3 call is computed by SGLang's own function too, and the
+difference logged. After a warm-up (which also compiles and tunes that function) these go on at the same time until
+the time is up: prompts of one token, of some ten, and with a common beginning (radix cache); bursts of --concurrency
+prompts of 1K to 8K; prompts of 64K; requests whose client hangs up before the answer or in the middle of a stream; and
+requests that must be answered with an error: a prompt longer than the context, a body that is no JSON, token ids that
+are none. (Ids past the vocabulary are not sent: SGLang hands them to the embedding unchecked.)
+
+Checked: every good request answered and every bad one refused; the server up to the end, and its first token for one
+prompt the same as at the beginning, or a near-tie; no call left to SGLang's Step 3, except for an --expected-fallback; every compared call within --max-nrms, on every sparse layer; no CUDA error, no traceback through PageWeaver;
+memory of all server processes (resident) and of the GPUs flat: in the second half of the samples the median slope
+(Theil-Sen) times its duration is at most --max-growth and --max-gpu-growth. Exit code 0 when all of it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from serve_check import (
+    COMPILING,
+    SERVER_ARGUMENTS,
+    Check,
+    LogFacts,
+    compare_first_tokens,
+    excerpts,
+    parse_log,
+    sparse_layers,
+)
+
+from pageweaver_sglang.bench import environment
+from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, random_prompt
+from pageweaver_sglang.serving_ab.launch import HOST, plugin_variables, wait_until_it_answers
+
+SHORT = 64
+"""Tokens below which a compared call has rows that few keys decide, whose rounding nothing averages out."""
+SHORT_NRMS = 0.0625
+"""Limit for those: one rounding of a softmax weight to E4M3, at most."""
+FATAL = re.compile(
+    r"CUDA error|NCCL error|illegal memory access|device-side assert|out of memory|Scheduler hit an|"
+    r"could not be compared"
+)
+KINDS = 12
+"""Of requests, as :class:`Traffic` makes them."""
+FEWEST_SAMPLES = 5
+"""Of memory, in the second half: fewer say nothing."""
+_ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+
+
+@dataclass
+class Kind:
+    """What became of the requests of one kind."""
+
+    sent: int = 0
+    answered: int = 0
+    refused: int = 0
+    """Answered with an HTTP error, by a server that goes on."""
+    hung_up: int = 0
+    """Given up by the client, as meant."""
+    failed: list[str] = field(default_factory=list)
+    """What went otherwise than meant."""
+    prompt_tokens: int = 0
+    latencies: list[float] = field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        """For the report."""
+        times = sorted(self.latencies)
+        return {
+            **{name: getattr(self, name) for name in ("sent", "answered", "refused", "hung_up", "prompt_tokens")},
+            "failed": len(self.failed),
+            "failures": self.failed[:5],
+            "latency_s": {"median": round(statistics.median(times), 4), "max": round(times[-1], 4)} if times else None,
+        }
+
+
+class Traffic:
+    """Sends requests from several threads and keeps count of them by kind."""
+
+    def __init__(self, port: int, options: argparse.Namespace) -> None:
+        self.port = port
+        self.options = options
+        self.kinds: dict[str, Kind] = {}
+        self.stop = threading.Event()
+        self._lock = threading.Lock()
+
+    def good(self, kind: str, prompt: Sequence[int]) -> None:
+        """One token for a prompt."""
+        start = time.perf_counter()
+        try:
+            generate(f"http://{HOST}:{self.port}", prompt, 1, timeout=self.options.request_timeout)
+            self._note(kind, len(prompt), answered=True, latency=time.perf_counter() - start)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self._note(kind, len(prompt), failed=f"{type(error).__name__}: {error}"[:300])
+
+    def bad(self, kind: str, body: bytes) -> None:
+        """A request that must be answered with an error of the client's."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=self.options.request_timeout)
+        try:
+            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()[:200].decode(errors="replace")
+            if 400 <= answer.status < 500:
+                self._note(kind, 0, refused=True)
+            else:
+                self._note(kind, 0, failed=f"HTTP {answer.status}: {text}")
+        except (OSError, http.client.HTTPException) as error:
+            self._note(kind, 0, failed=f"{type(error).__name__}: {error}"[:300])
+        finally:
+            connection.close()
+
+    def hang_up(self, kind: str, prompt: Sequence[int], *, after: float | None) -> None:
+        """Send a prompt, and close the connection ``after`` seconds, or (None) when a stream's first part is here."""
+        parameters = _ONE_TOKEN if after is not None else {**_ONE_TOKEN, "max_new_tokens": 200}
+        body = {"input_ids": list(prompt), "sampling_params": parameters, "stream": after is None}
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=self.options.request_timeout)
+        try:
+            connection.request("POST", "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+            if after is not None:
+                time.sleep(after)
+            elif not (line := connection.getresponse().readline()).startswith(b"data:"):
+                raise http.client.HTTPException(f"the stream begins with {line[:100]!r}")
+            self._note(kind, len(prompt), hung_up=True)
+        except (OSError, http.client.HTTPException) as error:
+            self._note(kind, len(prompt), failed=f"{type(error).__name__}: {error}"[:300])
+        finally:
+            connection.close()
+
+    def _note(self, kind: str, tokens: int, *, latency: float | None = None, failed: str = "", **became: bool) -> None:
+        with self._lock:
+            one = self.kinds.setdefault(kind, Kind())
+            one.sent += 1
+            one.prompt_tokens += tokens
+            for name in became:
+                setattr(one, name, getattr(one, name) + 1)
+            if latency is not None:
+                one.latencies.append(latency)
+            # What breaks off because the time is up, or the server is gone, says nothing more than that.
+            if failed and not self.stop.is_set():
+                one.failed.append(failed)
+
+    # What goes on at the same time; each runs in a thread of its own until `stop`.
+
+    def small(self, rng: random.Random) -> None:
+        """One token, some ten, and a common beginning with different ends."""
+        common = random_prompt(min(5000, self.options.burst[1]), 1)
+        self.good("1 token", random_prompt(1, rng.randrange(1 << 30)))
+        self.good("2-127 tokens", random_prompt(rng.randint(2, 127), rng.randrange(1 << 30)))
+        end = random_prompt(rng.randint(1, 300), rng.randrange(1 << 30))
+        self.good("common beginning", common[: rng.randint(1, len(common))] + end)
+
+    def burst(self, rng: random.Random) -> None:
+        """Many prompts at the same time, then a pause."""
+        low, high = self.options.burst
+        prompts = [
+            random_prompt(rng.randint(low, high), rng.randrange(1 << 30)) for _ in range(self.options.concurrency)
+        ]
+        threads = [threading.Thread(target=self.good, args=("burst", prompt), daemon=True) for prompt in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.stop.wait(rng.uniform(0, 0.5))
+
+    def long(self, rng: random.Random) -> None:
+        """One long prompt, then a pause."""
+        self.good("long", random_prompt(self.options.long, rng.randrange(1 << 30)))
+        self.stop.wait(rng.uniform(0, 1))
+
+    def aborts(self, rng: random.Random) -> None:
+        """Clients that hang up: at once, while the prompt is computed, in the middle of a stream."""
+        length = rng.randint(self.options.burst[1], self.options.long)
+        self.hang_up(
+            "hung up", random_prompt(length, rng.randrange(1 << 30)), after=rng.choice([0.0, rng.uniform(0, 0.6)])
+        )
+        length = rng.randint(1, self.options.burst[0])
+        self.hang_up("hung up in a stream", random_prompt(length, rng.randrange(1 << 30)), after=None)
+        self.stop.wait(rng.uniform(0, 0.5))
+
+    def refusals(self, rng: random.Random) -> None:
+        """One bad request of each kind."""
+        ids = random_prompt(rng.randint(1, 50), rng.randrange(1 << 30))
+        bodies = {
+            "too long": {
+                "input_ids": [300] * (self.options.context + rng.randint(0, 9)),
+                "sampling_params": _ONE_TOKEN,
+            },
+            "token ids that are text": {"input_ids": [*ids, "two"], "sampling_params": _ONE_TOKEN},
+            "token ids of no vocabulary": {
+                **{"input_ids": ids, "sampling_params": _ONE_TOKEN, "return_logprob": True},
+                "token_ids_logprob": [10**6],
+            },
+            "sampling out of range": {"input_ids": ids, "sampling_params": {**_ONE_TOKEN, "top_p": 7.0}},
+        }
+        for kind, body in bodies.items():
+            self.bad(kind, json.dumps(body).encode())
+        self.bad("no JSON", b'{"input_ids": [300, 301')
+        self.stop.wait(rng.uniform(0.2, 1))
+
+    def run(self, seconds: float, until: Callable[[], bool]) -> float:
+        """Send everything for so long, or until ``until`` says so; returns the seconds it was."""
+
+        def repeat(one: Callable[[random.Random], None], seed: int) -> None:
+            rng = random.Random(seed)
+            while not self.stop.is_set():
+                one(rng)
+
+        kinds = (self.small, self.burst, self.long, self.aborts, self.refusals)
+        threads = [
+            threading.Thread(target=repeat, args=(one, self.options.seed * 100 + number), daemon=True)
+            for number, one in enumerate(kinds)
+        ]
+        start = time.monotonic()
+        for thread in threads:
+            thread.start()
+        while time.monotonic() - start < seconds and not until():
+            time.sleep(0.05)
+        lasted = time.monotonic() - start
+        self.stop.set()
+        for thread in threads:
+            thread.join(self.options.request_timeout)
+        return lasted
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Memory at a time: seconds since the traffic began, MB of all server processes, MB of all GPUs (None: unknown)."""
+
+    seconds: float
+    processes: int
+    rss_mb: float
+    gpu_mb: float | None
+
+
+def resident_mb(pids: Sequence[int]) -> float:
+    """Resident memory of some processes together; those that have ended count nothing."""
+    total = 0
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            continue
+        found = re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)
+        total += int(found[1]) if found else 0
+    return total * 1024 / 1e6
+
+
+def gpu_mb() -> float | None:
+    """Memory in use on all GPUs that nvidia-smi shows, whoever uses it; None without it."""
+    command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return sum(float(line) for line in done.stdout.split()) * (1 << 20) / 1e6
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+class Sampler(threading.Thread):
+    """Samples memory until told to end, and notices when the server has ended."""
+
+    def __init__(self, server: ServerProcess, interval: float) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[Sample] = []
+        self.died: int | None = None
+        """The server's exit code, when it ended by itself."""
+        self._server = server
+        self._interval = interval
+        self._stop_sampling = threading.Event()
+
+    def run(self) -> None:
+        start = time.monotonic()
+        while not self._stop_sampling.is_set():
+            self.died = self._server.exit_code()
+            if self.died is not None:
+                return
+            pids = self._server.pids()
+            seconds = round(time.monotonic() - start, 2)
+            self.samples.append(Sample(seconds, len(pids), round(resident_mb(pids), 1), gpu_mb()))
+            self._stop_sampling.wait(self._interval)
+
+    def end(self) -> None:
+        """Stop sampling."""
+        self._stop_sampling.set()
+        self.join()
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How memory went in the second half of the samples."""
+
+    samples: int
+    seconds: float
+    slope_mb_per_minute: float
+    growth_mb: float
+    """Slope times duration."""
+    first_mb: float
+    last_mb: float
+
+
+def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
+    """The median of the slopes between all pairs of points (Theil-Sen), which single jumps don't move; None: too few.
+
+    Args:
+        points: (seconds, MB), by time. The second half of the time counts.
+    """
+    if not points:
+        return None
+    middle = (points[0][0] + points[-1][0]) / 2
+    late = [point for point in points if point[0] >= middle]
+    late = late[:: max(1, len(late) // 300)]
+    if len(late) < FEWEST_SAMPLES:
+        return None
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(late) for b in late[i + 1 :] if b[0] > a[0]]
+    slope, seconds = statistics.median(slopes), late[-1][0] - late[0][0]
+    return Trend(len(late), round(seconds, 1), round(slope * 60, 2), round(slope * seconds, 2), late[0][1], late[-1][1])
+
+
+def memory_check(name: str, found: Trend | None, most: float) -> Check:
+    """Whether memory was flat."""
+    if found is None:
+        return Check(f"{name} flat", False, "not measured, or too few samples")
+    detail = (
+        f"{found.slope_mb_per_minute:+.1f} MB/min over the last {found.seconds:.0f} s ({found.growth_mb:+.1f} MB, "
+        f"at most {most:.0f}; {found.first_mb:.0f} -> {found.last_mb:.0f} MB)"
+    )
+    return Check(f"{name} flat", found.growth_mb <= most, detail)
+
+
+def own_tracebacks(text: str) -> list[str]:
+    """Tracebacks that go through PageWeaver, by their last line."""
+    found = []
+    for part in text.split("Traceback (most recent call last)")[1:]:
+        lines = part.splitlines()[1:]
+        body = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
+        if any("pageweaver_sglang" in line for line in lines[:body]):
+            found.append(lines[body][:300] if body < len(lines) else "")
+    return found
+
+
+def traffic_checks(kinds: dict[str, Kind]) -> list[Check]:
+    """Whether the requests went as meant."""
+    failed = [f"{name}: {one.failed[0]} ({len(one.failed)})" for name, one in kinds.items() if one.failed]
+    unmet = [name for name, one in kinds.items() if not one.answered + one.refused + one.hung_up]
+    counts = ", ".join(f"{name} {one.sent}" for name, one in kinds.items())
+    return [
+        Check("every request answered, refused or given up as meant", not failed, "; ".join(failed) or counts),
+        Check(
+            "every kind of request was made",
+            len(kinds) == KINDS and not unmet,
+            ", ".join(unmet) or f"{len(kinds)} kinds",
+        ),
+    ]
+
+
+def log_checks(facts: LogFacts, text: str, layers: list[int], options: argparse.Namespace) -> list[Check]:
+    """Whether PageWeaver served, and right, by what the server logged."""
+    modes = sorted({rank.mode for rank in facts.ranks.values() if rank.mode})
+    status = Check("STATUS line names the mode", modes == [options.mode], ", ".join(modes) or "no STATUS line")
+    fatal = [line.strip()[:300] for line in text.splitlines() if FATAL.search(line)]
+    own = own_tracebacks(text)
+    errors = Check("no CUDA error, no traceback through PageWeaver", not fatal + own, "; ".join((fatal + own)[:3]))
+    fallbacks = [
+        f"{name}: {reason}"
+        for name, rank in facts.ranks.items()
+        for reason in rank.fallbacks
+        if not any(expected in reason for expected in options.expected_fallback)
+    ]
+    unexpected = Check("no call left to SGLang's Step 3 unexpectedly", not fallbacks, "; ".join(fallbacks[:5]))
+    if options.mode == "native":
+        return [status, errors]
+    calls = [call for rank in facts.ranks.values() for call in rank.verified]
+    wrong = [
+        f"layer {call['layer']}, {call['tokens']} tokens: {call['nrms']:.3%}"
+        for call in calls
+        if not call["nrms"] <= (max(options.max_nrms, SHORT_NRMS) if call["tokens"] < SHORT else options.max_nrms)
+    ]
+    compared = sorted({int(call["layer"]) for call in calls})
+    largest = max((call["nrms"] for call in calls), default=0.0)
+    limit = f"{options.max_nrms:.1%} ({SHORT_NRMS:.2%} below {SHORT} tokens)"
+    return [
+        status,
+        errors,
+        unexpected,
+        Check(
+            f"NRMS of every compared call at most {limit}",
+            bool(calls) and not wrong,
+            "; ".join(wrong[:5]) or f"{len(calls)} calls, largest {largest:.3%}",
+        ),
+        Check(
+            "calls compared on every sparse layer",
+            [layer for layer in layers if layer not in compared] == [],
+            f"layers {', '.join(map(str, compared)) or 'none'}",
+        ),
+    ]
+
+
+def server_command(options: argparse.Namespace) -> list[str]:
+    """The server's command line. The radix cache stays on: prompts with a common beginning are part of the traffic."""
+    program = shlex.split(options.server_cmd) if options.server_cmd else [sys.executable, "-m", "sglang.launch_server"]
+    fixed = [argument for argument in SERVER_ARGUMENTS if argument != "--disable-radix-cache"]
+    fixed[fixed.index("--context-length") + 1] = str(options.context)
+    address = ["--model-path", str(options.model), "--host", HOST, "--port", str(options.port)]
+    return [*program, *address, *fixed, "--attention-backend", "pageweaver", *options.server_arguments]
+
+
+def soak(options: argparse.Namespace, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Serve, send, sample, and return the report."""
+    deadline = time.monotonic() + options.budget
+    variables = {
+        "PYTHONUNBUFFERED": "1",
+        "PAGEWEAVER_MODE": options.mode,
+        "PAGEWEAVER_VERIFY_EVERY": str(options.verify_every),
+        **plugin_variables(options.logs / "metadata"),
+    }
+    command = server_command(options)
+    server = ServerProcess(command, options.logs / "soak.log", environment=variables, patience=options.patience)
+    traffic, sampler = Traffic(options.port, options), None
+    result: dict[str, Any] = {"command": shlex.join(command), "server_environment": variables}
+    probes: list[list[dict[str, Any]]] = []
+    text, failed = "", ""
+
+    def probe() -> None:
+        answer = generate(base, random_prompt(options.burst[0] - 1, 7), 1, timeout=options.request_timeout)
+        probes.append([{"name": "probe", **answer}])
+
+    base = f"http://{HOST}:{options.port}"
+    try:
+        with server:
+            try:
+                say(f"starting (log: {server.log})")
+                result["start_s"] = round(server.wait_ready(min(options.start_timeout, deadline - time.monotonic())), 1)
+                wait_until_it_answers(options.port)
+                say(f"ready after {result['start_s']} s; warming up")
+                began = time.monotonic()
+                for number, length in enumerate((1, options.burst[0], options.burst[1], options.long)):
+                    left = max(1.0, deadline - time.monotonic())
+                    generate(base, random_prompt(length, 1000 + number), 1, timeout=left)
+                probe()
+                result["warm_up_s"] = round(time.monotonic() - began, 1)
+                seconds = min(options.seconds, deadline - time.monotonic() - options.patience)
+                say(f"warm after {result['warm_up_s']} s; traffic for {seconds:.0f} s")
+                sampler = Sampler(server, options.interval)
+                sampler.start()
+                try:
+                    result["seconds"] = round(traffic.run(seconds, lambda: sampler.died is not None), 1)
+                finally:
+                    sampler.end()
+                if sampler.died is None:
+                    probe()
+                else:
+                    failed = f"it ended with exit code {sampler.died}\n{server.tail()}"
+            finally:
+                text = server.text()
+    except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
+        failed = f"{type(error).__name__}: {error}"
+    facts = parse_log(text)
+    samples = sampler.samples if sampler is not None else []
+    trends = {
+        "rss": trend([(one.seconds, one.rss_mb) for one in samples]),
+        "gpu": trend([(one.seconds, one.gpu_mb) for one in samples if one.gpu_mb is not None]),
+    }
+    same = [compare_first_tokens(probes[0], probes[1], options.tie)[0]] if len(probes) == 2 else []
+    checks = [
+        Check("server started, stayed up and ended cleanly", not failed, failed),
+        *traffic_checks(traffic.kinds),
+        *(Check("the same first token at the end as at the beginning", check.ok, check.detail) for check in same),
+        *log_checks(facts, text, sparse_layers(options.model), options),
+        memory_check("resident memory", trends["rss"], options.max_growth),
+        memory_check("GPU memory", trends["gpu"], options.max_gpu_growth),
+    ]
+    return {
+        "environment": environment.describe(options.commit),
+        "passed": all(check.ok for check in checks),
+        "checks": [asdict(check) for check in checks],
+        **result,
+        "settings": {name: str(value) for name, value in sorted(vars(options).items())},
+        "traffic": {name: one.describe() for name, one in sorted(traffic.kinds.items())},
+        "ranks": {name: rank.describe() for name, rank in facts.ranks.items()},
+        "compilations": text.count(COMPILING),
+        "memory": {
+            "second_half": {name: asdict(found) if found else None for name, found in trends.items()},
+            "samples": [asdict(one) for one in samples],
+        },
+        "log": excerpts(text),
+    }
+
+
+def print_report(report: dict[str, Any], say: Callable[[str], None] = print) -> None:
+    """The checks, for people."""
+    for check in report["checks"]:
+        say(
+            f"  {'ok    ' if check['ok'] else 'FAILED'} {check['name']}"
+            + (f": {check['detail']}" if check["detail"] else "")
+        )
+    for name, one in report["traffic"].items():
+        latency = one["latency_s"]
+        times = f", median {latency['median']:.2f} s, longest {latency['max']:.2f} s" if latency else ""
+        say(f"  {name}: {one['sent']} sent, {one['failed']} otherwise than meant{times}")
+    say("\npassed" if report["passed"] else "\nFAILED")
+
+
+def sizes(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not 2 <= int(low) <= int(high):
+        raise ValueError(text)
+    return int(low), int(high)
+
+
+sizes.__name__ = "LOW-HIGH, LOW at least 2"  # what argparse calls it in its message
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shown = "(default: %(default)s)"
+    parser.add_argument("--seconds", type=float, default=60, help=f"of traffic {shown}")
+    parser.add_argument("--model", type=Path, default=Path("build/m3tiny"), help=f"made when it is missing {shown}")
+    parser.add_argument("--mode", default="pageweaver", help=f"PAGEWEAVER_MODE {shown}")
+    parser.add_argument(
+        "--verify-every", type=int, default=13, help=f"no multiple of the sparse layers' number {shown}"
+    )
+    parser.add_argument("--concurrency", type=int, default=8, help=f"prompts of a burst {shown}")
+    parser.add_argument("--burst", type=sizes, default=(1024, 8192), metavar="LOW-HIGH", help="(default: 1024-8192)")
+    parser.add_argument("--long", type=int, default=65536, help=f"tokens of a long prompt {shown}")
+    parser.add_argument("--context", type=int, default=131072, help=f"--context-length of the server {shown}")
+    parser.add_argument("--interval", type=float, default=2, help=f"seconds between two samples of memory {shown}")
+    parser.add_argument("--max-growth", type=float, default=64, help=f"MB of resident memory, second half {shown}")
+    parser.add_argument("--max-gpu-growth", type=float, default=64, help=f"MB of GPU memory, second half {shown}")
+    parser.add_argument("--max-nrms", type=float, default=0.04, help=shown)
+    parser.add_argument("--tie", type=float, default=0.5, help=f"largest log probability gap of a near-tie {shown}")
+    parser.add_argument("--expected-fallback", action="append", default=[], metavar="TEXT", help="part of a reason")
+    parser.add_argument("--budget", type=float, default=540, help=f"seconds for everything {shown}")
+    parser.add_argument("--start-timeout", type=float, default=300, help=f"seconds for the start {shown}")
+    parser.add_argument("--request-timeout", type=float, default=120, help=f"seconds for one request {shown}")
+    parser.add_argument("--patience", type=float, default=8, help=f"seconds the server gets to end {shown}")
+    parser.add_argument("--port", type=int, default=30001, help=shown)
+    parser.add_argument("--seed", type=int, default=1, help=shown)
+    parser.add_argument("--logs", type=Path, default=Path("build/soak"), help=f"folder of the server's log {shown}")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/h200/soak-tiny-m3.json"), help=shown)
+    parser.add_argument("--commit", help="commit to note in the report, for a copy of the sources without its history")
+    parser.add_argument("--server-cmd", help="program to run instead of `python -m sglang.launch_server`")
+    parser.add_argument("server_arguments", nargs="*", help="more arguments for the server, after --")
+    options = parser.parse_args(argv)
+    for name in ("seconds", "verify_every", "concurrency", "long", "interval", "budget"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}: must be above 0, got {getattr(options, name)}")
+    if options.long < options.burst[1]:
+        parser.error(f"--long: at least the longest prompt of a burst, {options.burst[1]}, got {options.long}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(argv)
+    if not (options.model / "config.json").exists():
+        from make_tiny_m3 import write_model
+
+        print(f"writing the tiny model to {options.model}", flush=True)
+        write_model(options.model)
+    # End the server too when this script is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    report = soak(options, say)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print_report(report, say)
+    say(f"report: {options.json}")
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""scripts/soak.py against a fake server: what it sends, what it demands, and that no server outlives it."""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import load_script
+from .test_serve_check import FAKE, alive, free_port
+
+load_script("make_tiny_m3")
+load_script("serve_check")
+soak = load_script("soak")
+
+ROOT = Path(__file__).resolve().parents[2]
+# One line per call in the file that FAKE_SMI names; the memory in use grows by FAKE_GPU_LEAK MiB with each.
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in *memory.used*) ;; *) exit 0 ;; esac
+echo >> "$FAKE_SMI"
+echo $((1000 + ${FAKE_GPU_LEAK:-0} * $(wc -l < "$FAKE_SMI")))
+"""
+KINDS = {
+    *("1 token", "2-127 tokens", "common beginning", "burst", "long", "hung up", "hung up in a stream"),
+    *("too long", "token ids that are text", "token ids of no vocabulary", "sampling out of range", "no JSON"),
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run against the fake server; returns the exit code and the report."""
+    model = tmp_path / "model"
+    sys.modules["make_tiny_m3"].write_model(model, with_weights=False)
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(NVIDIA_SMI)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SMI", str(tmp_path / "smi"))
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+
+    def one(*more):
+        sizes = ["--burst", "20-60", "--long", "200", "--context", "400", "--concurrency", "3"]
+        times = ["--seconds", "2.5", "--interval", "0.1", "--patience", "0.5", "--request-timeout", "20"]
+        places = ["--model", str(model), "--logs", str(tmp_path / "logs"), "--json", str(tmp_path / "report.json")]
+        fake = shlex.join([sys.executable, str(FAKE)])
+        code = soak.main([*sizes, *times, *places, "--port", str(free_port()), "--server-cmd", fake, *more])
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert not [pid for pid in pids if alive(pid)], "a server's process was left"
+        return code, json.loads((tmp_path / "report.json").read_text())
+
+    return one
+
+
+def failures(report):
+    return [check["name"] for check in report["checks"] if not check["ok"]]
+
+
+def test_a_good_server_passes(run):
+    code, report = run()
+    assert failures(report) == []
+    assert (code, report["passed"]) == (0, True)
+    assert set(report["traffic"]) == KINDS
+    assert report["seconds"] >= 2.5
+    traffic = report["traffic"]
+    assert traffic["burst"]["answered"] >= 3
+    assert traffic["too long"]["refused"] == traffic["too long"]["sent"] > 0
+    assert traffic["hung up in a stream"]["hung_up"] > 0
+    assert report["ranks"]["TP0"]["verified_calls"] > 20
+    assert len(report["memory"]["samples"]) > 10
+    assert report["memory"]["samples"][0]["processes"] == 2
+    assert report["memory"]["samples"][0]["gpu_mb"] == pytest.approx(1000 * 1.048576)
+    assert "--disable-radix-cache" not in report["command"]
+    assert "--context-length 400" in report["command"]
+    assert report["server_environment"]["PAGEWEAVER_VERIFY_EVERY"] == "13"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "check"),
+    [
+        ("FAKE_LEAK", "400000", "resident memory flat"),
+        ("FAKE_GPU_LEAK", "50", "GPU memory flat"),
+        ("FAKE_NRMS", "6.400%", "NRMS of every compared call at most 4.0% (6.25% below 64 tokens)"),
+        ("FAKE_FALLBACK", "1", "no call left to SGLang's Step 3 unexpectedly"),
+        ("FAKE_TAKES_ALL", "1", "every request answered, refused or given up as meant"),
+    ],
+)
+def test_a_bad_server_fails(run, monkeypatch, variable, value, check):
+    monkeypatch.setenv(variable, value)
+    code, report = run("--max-growth", "40")
+    assert code == 1
+    assert check in failures(report)
+    # A server that takes what it should refuse has those kinds unmet, too; nothing else fails.
+    assert len(failures(report)) == (2 if variable == "FAKE_TAKES_ALL" else 1)
+
+
+def test_a_server_that_dies(run, monkeypatch):
+    monkeypatch.setenv("FAKE_DIE_AFTER", "30")
+    code, report = run("--seconds", "20")
+    assert code == 1
+    assert report["seconds"] < 15, "it stops when the server is gone"
+    assert "exit code 3" in report["checks"][0]["detail"]
+    assert {"server started, stayed up and ended cleanly", "no CUDA error, no traceback through PageWeaver"} <= set(
+        failures(report)
+    )
+
+
+def test_a_server_that_never_gets_ready(run, monkeypatch):
+    monkeypatch.setenv("FAKE_HANG", "1")
+    code, report = run("--start-timeout", "1")
+    assert code == 1
+    assert "not ready after 1 s" in report["checks"][0]["detail"]
+
+
+def test_a_fallback_that_is_expected(run, monkeypatch):
+    monkeypatch.setenv("FAKE_FALLBACK", "1")
+    code, report = run("--expected-fallback", "attention sink")
+    assert (code, failures(report)) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("slope", "noise", "growth"), [(0.0, 0.0, 0.0), (0.5, 0.0, 15.0), (-1.0, 0.0, -30.0), (0.5, 400.0, 15.0)]
+)
+def test_trend(slope, noise, growth):
+    """The first half does not count, and neither do single jumps."""
+    points = [(t, 5000.0 + (slope * t if t >= 30 else 100 * t) + (noise if t % 10 == 3 else 0)) for t in range(61)]
+    found = soak.trend(points)
+    assert found.growth_mb == pytest.approx(growth, abs=0.5)
+    assert found.slope_mb_per_minute == pytest.approx(slope * 60, abs=1)
+    assert (found.samples, found.seconds) == (31, 30)
+    assert soak.memory_check("memory", found, 10).ok == (growth < 10)
+
+
+def test_too_few_samples_are_no_trend():
+    assert soak.trend([]) is None
+    assert soak.trend([(float(t), 1.0) for t in range(8)]) is None
+    assert not soak.memory_check("memory", None, 10).ok
+
+
+def test_tracebacks_through_pageweaver():
+    others = 'Traceback (most recent call last):\n  File "sglang/x.py", line 1\nValueError: disconnected\n'
+    own = 'Traceback (most recent call last):\n  File "/y/pageweaver_sglang/api.py", line 2\nRuntimeError: broken\nnext'
+    assert soak.own_tracebacks(others) == []
+    assert soak.own_tracebacks(others + own + others) == ["RuntimeError: broken"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds", "0"], "--seconds: must be above 0"),
+        (["--burst", "9-3"], "LOW-HIGH"),
+        (["--long", "100"], "--long: at least the longest prompt of a burst, 8192, got 100"),
+    ],
+)
+def test_bad_options(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        soak.parse_options(arguments)
+    assert message in capsys.readouterr().err
