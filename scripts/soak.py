@@ -14,8 +14,8 @@ are none. (Ids past the vocabulary are not sent: SGLang hands them to the embedd
 Checked: every good request answered and every bad one refused; the server up to the end, and its first token for one
 prompt the same as at the beginning, or a near-tie; no call left to SGLang's Step 3, except for an --expected-fallback;
 every compared call within --max-nrms, on every sparse layer; no CUDA error, no traceback through PageWeaver; memory of
-all server processes (resident) and of the GPUs flat: in the second half of the samples the median slope (Theil-Sen) times its
-duration is at most --max-growth and --max-gpu-growth. Exit code 0 when all of it holds.
+all server processes (resident) and of the GPUs flat: in the second half of the samples the median slope (Theil-Sen)
+times its duration is at most --max-growth and --max-gpu-growth. Exit code 0 when all of it holds.
 """
 
 from __future__ import annotations
