@@ -101,6 +101,9 @@ class Workspace:
         self._queries = ints(members)
         self._limits = ints(members)
         self._queue = ints(2 + groups)
+        # The views handed out last: the layers of a forward pass ask for the same ones.
+        self._last_perm: torch.Tensor | None = None
+        self._last_plan: tuple[tuple[int, int, int], UnionPlan] | None = None
         self._out = None
         if q_heads is not None:
             self._out = torch.empty(max_tokens * q_heads * head_dim, dtype=dtype, device=device)
@@ -131,16 +134,21 @@ class Workspace:
 
     def perm(self, tokens: int) -> torch.Tensor:
         """Return the buffer of the query order, int32 ``[kv_heads, tokens]``."""
-        self.check_fits(tokens)
-        return _view(self._perm, self.kv_heads, tokens)
+        if self._last_perm is None or self._last_perm.shape[1] != tokens:
+            self.check_fits(tokens)
+            self._last_perm = _view(self._perm, self.kv_heads, tokens)
+        return self._last_perm
 
     def plan(self, tokens: int, requests: int, *, page_size: int = 128) -> UnionPlan:
         """Return a plan (``slots`` included) over the buffers; its contents are undefined."""
+        sizes = (tokens, requests, page_size)
+        if self._last_plan is not None and self._last_plan[0] == sizes:
+            return self._last_plan[1]
         self.check_fits(tokens, requests)
         groups = group_bound(tokens, requests, self.window, self.group_size)
         union = (self.kv_heads, groups, self.group_size * self.topk)
         members = (self.kv_heads, groups, self.group_size)
-        return UnionPlan(
+        plan = UnionPlan(
             pages=_view(self._pages, *union),
             masks=_view(self._masks, *union),
             counts=_view(self._counts, self.kv_heads, groups),
@@ -151,6 +159,8 @@ class Workspace:
             page_size=page_size,
             queue=_view(self._queue, 2 + self.kv_heads * groups),
         )
+        self._last_plan = (sizes, plan)
+        return plan
 
     def value_tiles(self, pool_pages: int) -> ValueTiles:
         """Return the tiles of a KV pool of ``pool_pages`` pages, between two calls.

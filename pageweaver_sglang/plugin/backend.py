@@ -15,6 +15,7 @@ import pageweaver_sglang
 from pageweaver_sglang.config import Config, load_config
 
 from . import NAME, capture, compat, fallback, kernels, operations, tiles, timing
+from .forwards import Forwards
 from .options import PAGE_SIZE, BackendError, check_model
 from .step3 import Step3, route, serving
 
@@ -47,15 +48,15 @@ class PageWeaverSparseAttnBackend(MiniMaxSparseAttnBackend):
             switch=self.operations.switch,
             observe=observe,
         )
+        self.forwards = Forwards()
         self.operations.add(self.step3.stats)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         """SGLang's ``forward_extend`` with its Step 3 routed; target verify comes this way too, and stays SGLang's."""
         if forward_batch.forward_mode.is_target_verify():
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        lengths = None if self.step3.recorder is None else capture.host_lengths(forward_batch)
         calls = self.step3.stats.calls
-        with serving(self.step3, layer.layer_id, lengths):
+        with serving(self.step3, layer.layer_id, self.forwards.of(forward_batch)):
             index_out, out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if self.step3.stats.calls == calls and not self.use_msa:
             self.step3.tell_missed()

@@ -19,12 +19,12 @@ import torch
 
 from pageweaver_sglang.api import sparse_prefill
 from pageweaver_sglang.capture.recorder import Recorder
-from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
 
 from . import compat, tiles
 from .fallback import XQA, XqaFallback
+from .forwards import Forward
 from .operations import Switch
 from .timing import Step3Timer
 
@@ -87,11 +87,10 @@ class Verification:
 class Step3:
     """Serves the Step 3 calls of one backend.
 
-    Buffers: every call takes its plan and its output from PyTorch's caching allocator instead of a workspace kept
-    here. The allocator is right whatever streams calls are on and whatever a CUDA graph captured (blocks belong to a
-    stream, a graph has a pool of its own), while a kept buffer could never grow again once a graph holds it. V's tiles
-    alone are kept: they have the size of the KV pool, and memory of that size must be there before requests come
-    (:mod:`.tiles`).
+    Buffers: the layers of a forward pass share those of the order and the plan (:mod:`.forwards`), which live as long
+    as the pass. The output comes from PyTorch's caching allocator: it is SGLang's from then on. Nothing outlives the
+    pass, for a kept buffer could never grow again once a CUDA graph holds it; V's tiles alone are kept, because memory
+    of the size of the KV pool must be there before requests come (:mod:`.tiles`).
 
     Args:
         config: the settings; ``mode``, ``verify_every`` and what ``sparse_prefill`` reads.
@@ -126,7 +125,7 @@ class Step3:
         self._logged: set[str] = set()
 
     def __call__(
-        self, native: Native, layer_id: int, call: dict[str, Any], lengths: HostLengths | None = None
+        self, native: Native, layer_id: int, call: dict[str, Any], forward: Forward | None = None
     ) -> torch.Tensor:
         """Serve one call.
 
@@ -134,20 +133,20 @@ class Step3:
             native: SGLang's ``flash_prefill_with_gqa_share_sparse``.
             layer_id: the model layer, for the counters.
             call: its arguments by name.
-            lengths: of the batch as the host knows them, for the recorder.
+            forward: the forward pass; None for a call that belongs to none.
 
         Returns:
             ``[tokens, q_heads, head_dim]``, as SGLang's function would return it.
         """
         if self.timer is None:
-            out = self._serve(native, layer_id, call)
+            out = self._serve(native, layer_id, call, forward)
         else:
-            out = self.timer.time(layer_id, call["q"].shape[0], lambda: self._serve(native, layer_id, call))
+            out = self.timer.time(layer_id, call["q"].shape[0], lambda: self._serve(native, layer_id, call, forward))
         if self.recorder is not None:
-            self.recorder.offer(layer_id, call, out, lengths)
+            self.recorder.offer(layer_id, call, out, None if forward is None else forward.lengths)
         return out
 
-    def _serve(self, native: Native, layer_id: int, call: dict[str, Any]) -> torch.Tensor:
+    def _serve(self, native: Native, layer_id: int, call: dict[str, Any], forward: Forward | None) -> torch.Tensor:
         stats = self.stats
         stats.calls += 1
         if self.config.mode == "native":
@@ -156,7 +155,7 @@ class Step3:
         reason = self.switch.reason
         if reason is None:
             try:
-                reason, out, arm = self._attend(call)
+                reason, out, arm = self._attend(call, forward)
             except UnsupportedError as error:
                 reason = str(error)
             except Exception as error:
@@ -242,14 +241,14 @@ class Step3:
         known = self.stats.fallbacks_by_reason
         return reason if reason in known or len(known) < MAX_REASONS else OTHER_REASONS
 
-    def _attend(self, call: dict[str, Any]) -> tuple[str | None, torch.Tensor | None, str]:
+    def _attend(self, call: dict[str, Any], forward: Forward | None) -> tuple[str | None, torch.Tensor | None, str]:
         """Serve a call: (None, output, who served), or (why neither the kernels nor the fallback do, None, "")."""
         reason = self._foreign(call)
         if reason is not None:
             return reason, None, ""
         reason = self._uncovered(call)
         if reason is None:
-            return None, self._weave(call), self.config.mode
+            return None, self._weave(call, forward), self.config.mode
         if self.fallback is None:
             return reason, None, ""
         also = self.fallback.unsupported_reason(call)
@@ -297,7 +296,7 @@ class Step3:
             k_scale=call.get("k_scale"),
         )
 
-    def _weave(self, call: dict[str, Any]) -> torch.Tensor:
+    def _weave(self, call: dict[str, Any], forward: Forward | None) -> torch.Tensor:
         q = call["q"]
         if q.shape[0] == 0:  # an idle data-parallel rank; SGLang's own launch would be empty as well
             dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype  # as SGLang's function has it
@@ -319,6 +318,7 @@ class Step3:
                 v_scale=call.get("v_scale"),
                 page_size=call["block_size_k"],
                 config=config,
+                workspace=None if forward is None else forward.workspace(call, config),
                 value_tiles=value_tiles,
             )
 
@@ -390,18 +390,15 @@ def _capturing(tensor: torch.Tensor) -> bool:
 # by the original: a second, ordinary sparse backend in the same process (a draft model's) is not affected. A context
 # variable says whose it is; unlike an attribute it is right for every thread.
 
-_serving: contextvars.ContextVar[tuple[Step3, int, HostLengths | None] | None] = contextvars.ContextVar(
+_serving: contextvars.ContextVar[tuple[Step3, int, Forward | None] | None] = contextvars.ContextVar(
     "pageweaver_step3", default=None
 )
 
 
 @contextlib.contextmanager
-def serving(step3: Step3, layer_id: int, lengths: HostLengths | None = None) -> Iterator[None]:
-    """While this runs, Step 3 calls of this thread go to ``step3``, counted under ``layer_id``.
-
-    ``lengths`` of the batch are for its recorder.
-    """
-    token = _serving.set((step3, layer_id, lengths))
+def serving(step3: Step3, layer_id: int, forward: Forward | None = None) -> Iterator[None]:
+    """While this runs, Step 3 calls of this thread go to ``step3``, as layer ``layer_id`` of ``forward``."""
+    token = _serving.set((step3, layer_id, forward))
     try:
         yield
     finally:
@@ -420,8 +417,8 @@ def route(module: ModuleType) -> None:
         serves = _serving.get()
         if serves is None:
             return native(*args, **kwargs)
-        step3, layer_id, lengths = serves
-        return step3(native, layer_id, signature.bind(*args, **kwargs).arguments if args else kwargs, lengths)
+        step3, layer_id, forward = serves
+        return step3(native, layer_id, signature.bind(*args, **kwargs).arguments if args else kwargs, forward)
 
     router.pageweaver_router = True  # type: ignore[attr-defined]
     setattr(module, compat.STEP3_NAME, router)

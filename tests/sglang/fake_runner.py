@@ -203,6 +203,10 @@ def make_layer(layer_id: int = 1, q_heads: int = 16, kv_heads: int = 1):
     )
 
 
+class Batch(SimpleNamespace):
+    """A ForwardBatch: unlike a plain namespace it can be referenced weakly."""
+
+
 def make_extend_batch(runner, prefixes: list[int], extends: list[int], seed: int = 0):
     """A prefill batch; every request gets whole pages of the pool, in shuffled order, page 0 stays unused."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -218,7 +222,7 @@ def make_extend_batch(runner, prefixes: list[int], extends: list[int], seed: int
         slots = (mine[:, None] * PAGE + torch.arange(PAGE)).flatten()[:total].to(torch.int32)
         runner.req_to_token_pool.req_to_token[request, :total] = slots
         locations.append(slots[prefix:].to(torch.int64))
-    return SimpleNamespace(
+    return Batch(
         forward_mode=ForwardMode.EXTEND,
         out_cache_loc=torch.cat(locations),
         extend_seq_lens=torch.tensor(extends, dtype=torch.int32),

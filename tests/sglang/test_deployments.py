@@ -45,6 +45,12 @@ def test_chunks_of_any_size_give_the_rows_of_the_whole_prefill(result):
 
 def test_two_batches_of_one_backend_do_not_mix(result):
     assert result["two batches, layer by layer"] == [True] * 4
+    assert result["a pass for each batch"]
+
+
+def test_sglangs_batches_tell_when_they_are_gone(result):
+    """What the layers of a pass share is given back then."""
+    assert result["weak references to SGLang's batches"]
 
 
 def test_two_batch_overlap(result):

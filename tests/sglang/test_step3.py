@@ -13,8 +13,11 @@ from pageweaver_sglang import reference
 from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.config import Config
 from pageweaver_sglang.plugin import capture, compat, step3
+from pageweaver_sglang.plugin.forwards import Forward
 
 TOKENS, KV_HEADS, PREFIX = 6, 2, 200
+BATCH = types.SimpleNamespace(extend_prefix_lens_cpu=[PREFIX], extend_seq_lens_cpu=[TOKENS])
+LENGTHS = HostLengths((PREFIX,), (TOKENS,))
 TENSORS = ("q", "k_cache", "v_cache", "topk_idx", "req_to_token", "slot_ids", "cu_seqlens", "seq_lens", "prefix_lens")
 
 
@@ -311,11 +314,10 @@ class Recorder:
 def test_every_mode_and_every_fallback_is_offered_to_the_recorder(mode):
     recorder, native = Recorder(), Native()
     served = step3.Step3(Config(mode=mode), pool_page_size=128, recorder=recorder)
-    lengths = HostLengths((PREFIX,), (TOKENS,))
     for call in (make_call(), make_call(q_scale=0.5)):
-        out = served(native, 7, call, lengths)
+        out = served(native, 7, call, Forward(BATCH))
         layer, offered, result, of = recorder.offers.pop()
-        assert (layer, of) == (7, lengths)
+        assert (layer, of) == (7, LENGTHS)
         assert offered is call
         assert result is out
     assert recorder.offers == []
@@ -329,12 +331,11 @@ def test_the_batchs_lengths_reach_the_recorder():
     step3.route(module)
     recorder = Recorder()
     served = step3.Step3(Config(mode="native"), pool_page_size=128, recorder=recorder)
-    lengths = HostLengths((PREFIX,), (TOKENS,))
-    with step3.serving(served, 2, lengths):
+    with step3.serving(served, 2, Forward(BATCH)):
         getattr(module, compat.STEP3_NAME)(**make_call())
     with step3.serving(served, 3):
         getattr(module, compat.STEP3_NAME)(**make_call())
-    assert [(layer, of) for layer, _, _, of in recorder.offers] == [(2, lengths), (3, None)]
+    assert [(layer, of) for layer, _, _, of in recorder.offers] == [(2, LENGTHS), (3, None)]
 
 
 def test_lengths_on_the_host():

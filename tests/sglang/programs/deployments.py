@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import threading
+import weakref
 
 from serving_process import start  # isort: skip
 import fake_runner
@@ -15,7 +16,7 @@ import torch
 
 server_args = start()
 
-from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 from sparse_case import Case, random_picks  # noqa: E402
 
 from pageweaver_sglang.config import load_config  # noqa: E402
@@ -93,6 +94,11 @@ halves = [case.part(0, 0, 40), case.part(1, 0, 150)]
 report["two batches, layer by layer"] = [
     is_part(case.prefill_part(config, part, layer_id=layer), part, layer) for layer in (1, 2) for part in halves
 ]
+
+forwards = case.backend.sparse.forwards
+passes = [forwards.of(batch) for batch, _ in halves]
+report["a pass for each batch"] = passes[0] is not passes[1] and [forwards.of(batch) for batch, _ in halves] == passes
+report["weak references to SGLang's batches"] = weakref.ref(ForwardBatch.__new__(ForwardBatch))() is None
 
 # Two-batch overlap has a backend for each half; here they run at the same time as well.
 backends = [fake_runner.build_backend(case.runner) for _ in halves]
