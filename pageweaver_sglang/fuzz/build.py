@@ -25,8 +25,10 @@ LARGEST_PAGE = 128
 class Pools:
     """Normally distributed Q, K and V, drawn on the CPU with a fixed seed, so that a call is the same on every device.
 
-    ``q``: BF16 ``[rows, FUSED_ROW]``, NaN behind the queries. ``q_signs``: the same, of +-1, all alike within a head's
-    first dimensions. ``q_zeros``: zeros there. ``k`` and ``v``: E4M3 ``[slots, MOST_KV_HEADS, 128]``.
+    ``q``: BF16 ``[rows, FUSED_ROW]``, NaN behind the queries; rounding it to E4M3 changes nothing where a head is
+    scaled by what the engines try (largest element 256, 288 or 448), since it was rounded so. ``q_normal``: it was
+    not. ``q_signs``: +-1, all alike within a head's first dimensions. ``q_zeros``: zeros. ``k`` and ``v``: E4M3
+    ``[slots, MOST_KV_HEADS, 128]``.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -37,7 +39,11 @@ class Pools:
         normal = torch.randn(rows, heads, HEAD_DIM, generator=random)
         signs = torch.randint(0, 2, (rows, heads, HEAD_DIM), generator=random).float() * 2 - 1
         signs[:, :, :LEVEL_DIMS] = signs[:, :, :1]
-        self.q, self.q_signs, self.q_zeros = (self._fused(x) for x in (normal, signs, torch.zeros_like(normal)))
+        largest = torch.tensor([256.0, 288.0, 448.0])[torch.randint(0, 3, (rows, heads, 1), generator=random)]
+        rounded = (normal * (largest / normal.abs().amax(dim=2, keepdim=True))).to(torch.float8_e4m3fn).float()
+        rounded *= 2.0 ** torch.randint(-8, -6, (rows, heads, 1), generator=random)
+        self.q, self.q_normal, self.q_signs = (self._fused(x) for x in (rounded, normal, signs))
+        self.q_zeros = self._fused(torch.zeros_like(normal))
         slots = (MAX_PAGES + OFFSETS) * LARGEST_PAGE
         self.k, self.v = (
             torch.randn(slots, MOST_KV_HEADS, HEAD_DIM, generator=random).to(torch.float8_e4m3fn).to(device)
@@ -120,7 +126,8 @@ def build(call: Call, pools: Pools) -> Tensors:
     place = torch.arange(call.columns, dtype=torch.int32, device=pools.device)
     table = table.masked_fill(place >= on_device["length_of_row"][:, None], call.behind)
 
-    source, (q_at, k_at, v_at) = {"flat": pools.q_zeros, "levels": pools.q_signs}.get(call.style, pools.q), call.offsets
+    special = {"flat": pools.q_zeros, "levels": pools.q_signs, "rounded": pools.q_normal}
+    source, (q_at, k_at, v_at) = special.get(call.style, pools.q), call.offsets
     heads = kv_heads * RATIO
     q = source[q_at : q_at + tokens, : heads * HEAD_DIM].unflatten(1, (heads, HEAD_DIM))
     slots = call.pool_pages * page_size

@@ -16,27 +16,30 @@ from .draw import Call
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How an engine rounds, as far as a bound on its error must know.
+    """How an engine rounds, as far as a bound on its error must know; all relative, at most.
 
     Attributes:
-        q_e4m3: each head's query is rounded to E4M3, scaled so that its largest element becomes 448.
-        weights: relative error of a softmax weight, at most.
+        weights: error of a softmax weight.
         exact_weights: the same where every weight is a number that the engine holds exactly.
-        output: relative error of a row that rounding its elements and sums makes, at most.
+        q: error of a weight that rounding Q makes, per unit of a logit's standard deviation.
+        output: error of a row that rounding its elements makes.
+        sums: error of a row that adding up the values makes, per page that it sees.
     """
 
-    q_e4m3: bool
     weights: float
     exact_weights: float
+    q: float
     output: float
+    sums: float
 
 
 # E4M3 has 3 bits behind the point: a weight is off by 1/17 of itself at most. Rows of V are not quite orthogonal, so
-# that errors of two weights can add up to a little more than the root of their squares: a third is added. Tensor cores
-# sum FP8 products with some 14 bits, 64 times a row: 0.4 % at most.
-FP8 = Arithmetic(q_e4m3=True, weights=0.08, exact_weights=0.006, output=0.006)
+# that errors of two weights can add up to a little more than the root of their squares: a third is added. Q is off by
+# 2.6 % (root of the mean square), a logit of deviation 1 by as much, here times 6. Tensor cores truncate sums of FP8
+# products to some 14 bits, four times a page and more.
+FP8 = Arithmetic(weights=0.08, exact_weights=0.004, q=0.15, output=0.006, sums=0.002)
 # The reference engine: float64, rounded to BF16 at the end (half a unit of 8 bits).
-FLOAT64 = Arithmetic(q_e4m3=False, weights=1e-9, exact_weights=1e-9, output=0.004)
+FLOAT64 = Arithmetic(weights=1e-9, exact_weights=1e-9, q=0.0, output=0.004, sums=0.0)
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,18 @@ class Expected:
 def expected(call: Call, tensors: Tensors, arithmetic: Arithmetic) -> Expected:
     """Attention of every query over the keys that it may see. Nothing here waits for the device.
 
-    A row's bound is ``weights * sqrt(sum of (p_j |v_j|)^2) + output * |out|``: errors of different weights are
-    independent, and add up like their squares. A row that sees nothing has the bound 0.
+    A row's bound is ``weights * sqrt(sum of (p_j |v_j|)^2) + (output + pages * sums) * |out|``: errors of different
+    weights are independent, and add up like their squares. A row that sees nothing has the bound 0.
     """
     kv_heads, tokens = call.kv_heads, call.tokens
     seen = visible(tensors, call.page_size)  # [kv_heads, tokens, keys]
-    q = rounded_q(tensors.arguments["q"]) if arithmetic.q_e4m3 else tensors.arguments["q"].double()
-    q = q.view(tokens, kv_heads, RATIO, HEAD_DIM).permute(1, 0, 2, 3).reshape(kv_heads, tokens * RATIO, HEAD_DIM)
+    q = (
+        tensors.arguments["q"]
+        .double()
+        .view(tokens, kv_heads, RATIO, HEAD_DIM)
+        .permute(1, 0, 2, 3)
+        .reshape(kv_heads, tokens * RATIO, HEAD_DIM)
+    )
     k, v = (_keys(cache, tensors.physical, call.page_size) for cache in (tensors.k_clean, tensors.v_clean))
 
     scale = (HEAD_DIM**-0.5 if call.sm_scale is None else call.sm_scale) * _factor(call.k_scale)
@@ -71,7 +79,9 @@ def expected(call: Call, tensors: Tensors, arithmetic: Arithmetic) -> Expected:
     total.masked_fill_(total == 0, 1.0)
     out = weights @ v / total
     spread = (weights.square_() @ v.square().sum(dim=2, keepdim=True)).sqrt_() / total
-    error = call_weights(call, arithmetic) * spread + arithmetic.output * out.norm(dim=2, keepdim=True)
+    pages = seen.unflatten(2, (-1, call.page_size)).any(dim=3).sum(dim=2).repeat_interleave(RATIO, dim=1)[..., None]
+    of_row = arithmetic.output + arithmetic.sums * pages
+    error = call_weights(call, arithmetic) * spread + of_row * out.norm(dim=2, keepdim=True)
 
     def by_token(x: torch.Tensor) -> torch.Tensor:
         x = x.view(kv_heads, tokens, RATIO, x.shape[2]).transpose(0, 1).flatten(1, 2)
@@ -82,7 +92,9 @@ def expected(call: Call, tensors: Tensors, arithmetic: Arithmetic) -> Expected:
 
 def call_weights(call: Call, arithmetic: Arithmetic) -> float:
     """The relative error of a softmax weight in this call."""
-    return arithmetic.exact_weights if call.exact else arithmetic.weights
+    if call.exact:
+        return arithmetic.exact_weights
+    return arithmetic.weights + (arithmetic.q * call.logit_size if call.style == "rounded" else 0.0)
 
 
 def visible(tensors: Tensors, page_size: int) -> torch.Tensor:
@@ -96,13 +108,6 @@ def visible(tensors: Tensors, page_size: int) -> torch.Tensor:
     within = torch.arange(page_size, dtype=torch.int32, device=topk_idx.device)
     position = tensors.page_position[:, None] + within
     return (picked[..., None] & (position <= tensors.limit[:, None, None])).flatten(2)
-
-
-def rounded_q(q: torch.Tensor) -> torch.Tensor:
-    """Q as the FP8 kernels read it, float64: E4M3, scaled by head so that the largest element becomes 448."""
-    q = q.float()
-    largest = q.abs().amax(dim=2, keepdim=True).clamp_min(1e-12)
-    return (q * (448.0 / largest)).to(torch.float8_e4m3fn).double() * (largest / 448.0).double()
 
 
 def _keys(cache: torch.Tensor, physical: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -18,11 +18,12 @@ LARGEST = 12_000
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 _HUGE = np.array([INT32_MIN, INT32_MIN + 1, -129, -2, 1 << 20, 1 << 24, INT32_MAX - 1, INT32_MAX])
 
-STYLES = ("random", "sharp", "flat", "levels")
+STYLES = ("random", "sharp", "rounded", "flat", "levels")
 """What Q and K are like.
 
-``random`` and ``sharp``: normally distributed; a wrong page shows. ``flat`` (Q is zero) and ``levels`` (weights are
-powers of two): every softmax weight is a number that FP8 holds exactly, so that a single wrong token shows.
+``random`` and ``sharp``: normally distributed, but that rounding Q changes nothing; a wrong page shows. ``rounded``:
+normally distributed, so that engines round Q. ``flat`` (Q is zero) and ``levels`` (weights are powers of two): every
+softmax weight is a number that FP8 holds exactly, so that a single wrong token shows.
 """
 EXACT_STYLES = ("flat", "levels")
 LEVELS = 7
@@ -98,6 +99,11 @@ class Call:
         return self.topk_idx.shape[2]
 
     @property
+    def logit_size(self) -> float:
+        """Standard deviation of a logit when elements of Q and K have the deviation 1."""
+        return (128**-0.5 if self.sm_scale is None else self.sm_scale) * (self.k_scale or 1.0) * 128**0.5
+
+    @property
     def exact(self) -> bool:
         """Whether FP8 holds every softmax weight exactly."""
         return self.style in EXACT_STYLES
@@ -137,7 +143,7 @@ def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), larges
     table_rows = requests + int(rng.integers(0, 3))
     columns = int(sequences.max()) + _pick(rng, (0, 1, int(rng.integers(1, 200)))) or 1
 
-    style = _pick(rng, STYLES, (0.58, 0.1, 0.14, 0.18))
+    style = _pick(rng, STYLES, (0.5, 0.1, 0.1, 0.12, 0.18))
     k_scale = None if rng.random() < 0.5 else _float32(2 ** rng.uniform(-4, 4))
     v_scale = None if rng.random() < 0.5 else _float32(_pick(rng, (1, -1), (0.9, 0.1)) * 2 ** rng.uniform(-6, 6))
     sm_scale = _sm_scale(rng, style, k_scale)
@@ -339,5 +345,5 @@ def _sm_scale(rng: np.random.Generator, style: str, k_scale: float | None) -> fl
         return None if rng.random() < 0.5 else _float32(rng.uniform(0.01, 1.0))
     if style == "random" and k_scale is None and rng.random() < 0.5:
         return None
-    size = 2 ** (rng.uniform(-2, 0.5) if style == "random" else rng.uniform(1, 3))
+    size = 2 ** rng.uniform(*{"random": (-2, 0.5), "rounded": (-2, -0.5), "sharp": (1, 3)}[style])
     return _float32(size * 128**-0.5 / (k_scale or 1.0))

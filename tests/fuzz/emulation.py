@@ -7,18 +7,23 @@ import dataclasses
 import torch
 
 from pageweaver_sglang.fuzz.build import RATIO, Tensors
-from pageweaver_sglang.fuzz.dense import rounded_q
 from pageweaver_sglang.fuzz.draw import Call
 
 
 def emulate(call: Call, tensors: Tensors, seed: int = 0) -> torch.Tensor:
-    """Token by token: softmax weights 64 to 448 times as large as a row's largest, rounded to E4M3, and a BF16 output.
+    """Token by token: Q rounded to E4M3 with the best of three scales; softmax weights 64 to 448 times as large as a
+    row's largest, rounded to E4M3; a BF16 output.
 
     Where a row's reference stands depends on the order of its pages, so that it is drawn here: at the largest logit, or
     at most a factor of 7 below it (a power of two where the weights are).
     """
     random = torch.Generator().manual_seed(seed)
-    q = rounded_q(tensors.arguments["q"])
+    q = tensors.arguments["q"].float()
+    largest = q.abs().amax(dim=2, keepdim=True).clamp_min(1e-12)
+    scales = torch.tensor([256.0, 288.0, 448.0]) / largest
+    rounded = ((q[..., None] * scales[:, :, None]).to(torch.float8_e4m3fn).float() / scales[:, :, None]).double()
+    best = (rounded - q[..., None]).square().sum(dim=2, keepdim=True).argmin(dim=3, keepdim=True)
+    q = rounded.gather(3, best.expand(*q.shape, 1)).squeeze(3)
     q_heads = q.shape[1]
     out = torch.zeros_like(tensors.arguments["q"], dtype=torch.float32, memory_format=torch.contiguous_format)
     scale = (128**-0.5 if call.sm_scale is None else call.sm_scale) * (call.k_scale or 1.0)

@@ -111,11 +111,11 @@ def emulate_token(call: Call, planted, token: int, clean: torch.Tensor) -> torch
     return out
 
 
-@pytest.mark.parametrize("style", [style for style in STYLES if style != "sharp"])
+@pytest.mark.parametrize("style", [style for style in STYLES if style not in ("sharp", "rounded")])
 def test_every_planted_mistake_is_found(pools, style):
-    """In style ``sharp`` a page can weigh too little to matter; the others are for that."""
+    """In style ``sharp`` a page can weigh too little to matter, in ``rounded`` less than Q's rounding does."""
     found = set()
-    for call in calls_of(style, 12):
+    for call in calls_of(style, 24):
         tensors = build(call, pools)
         wanted = expected(call, tensors, FP8)
         for name, token, out in plants(call, tensors, style):
@@ -127,22 +127,35 @@ def test_every_planted_mistake_is_found(pools, style):
     assert found == usual | ({"a token more", "a token less"} if style in EXACT_STYLES else set())
 
 
-def test_one_token_of_two_thousand_is_found(pools):
-    """The hardest case: 16 pages of equal weight, and one query sees one token too many of the last."""
+def test_one_token_of_a_thousand_is_found(pools):
+    """The hardest case: eight pages of equal weight, and one query sees one token too many of the last."""
     for seed in range(10_000):
         call = draw_call(seed)
-        if call.style == "flat" and call.k == 16 and 1 <= call.tokens <= 30 and not call.padding and call.kv_heads == 1:
+        if call.style == "flat" and 1 <= call.tokens <= 60 and not call.padding and call.kv_heads == 1:
             tensors = build(call, pools)
             for token in range(call.tokens):
                 seen = sees(call, tensors, token)
                 planted = with_limit(tensors, token, 1)
-                if len(seen[0]) > 1800 and sees(call, planted, token) != seen:
+                if 900 < len(seen[0]) < 1024 and sees(call, planted, token) != seen:
                     clean = emulate(call, tensors)
                     wanted = expected(call, tensors, FP8)
                     assert int(judge(clean, wanted)[0]) == 0
                     assert int(judge(emulate_token(call, planted, token, clean), wanted)[0]) > 0
                     return
     raise AssertionError("no such call")
+
+
+def test_rounding_q_to_e4m3_changes_nothing(pools):
+    """But in style ``rounded``: one of the scales that the engines try leaves every element as it is."""
+    for style in STYLES:
+        q = build(calls_of(style, 1)[0], pools).arguments["q"].float()
+        largest = q.abs().amax(dim=2, keepdim=True).clamp_min(1e-12)
+        errors = []
+        for target in (256.0, 288.0, 448.0):
+            scaled = q * (target / largest)
+            errors.append((scaled.to(torch.float8_e4m3fn).float() - scaled).norm(dim=2) / target)
+        least = torch.stack(errors).amin(dim=0)
+        assert bool((least > 1e-3).all() if style == "rounded" else (least < 1e-6).all()), style
 
 
 def test_garbage_is_found(pools):

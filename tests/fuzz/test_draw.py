@@ -52,7 +52,7 @@ def test_everything_occurs(calls):
     expected = {
         "engine": 2, "mode": 2, "window": 2, "guard": 2, "overflow": 2, "capacity": 2, "KV heads": 4, "k": 16,
         "page size": 1, "requests": 5, "tokens": 7, "pages": 5, "chunks": 5, "prefixes": 3, "ids": 8, "sequence": 2,
-        "padding": 2, "contents": 4, "foreign cells": 4, "q": 2, "caches": 3, "sm_scale": 2, "k_scale": 3,
+        "padding": 2, "contents": 5, "foreign cells": 4, "q": 2, "caches": 3, "sm_scale": 2, "k_scale": 3,
         "v_scale": 5, "slot_ids": 2, "output": 3, "value tiles": 3,
     }  # fmt: skip
     assert {dimension: len(values) for dimension, values in counts.items()} == expected
