@@ -1,5 +1,8 @@
 // The library's exported functions (TVM FFI): argument checks that the Python side cannot leave out, then one launch each.
 // Shapes and dtypes are checked in pageweaver_sglang; what is asserted here guards against a mismatch of the two.
+//
+// With PW_PLAN_ONLY the library ends where the plan is complete: what comes before attention runs on any GPU from compute
+// capability 8.0 on, what comes after it is Hopper's. pageweaver_sglang/cuda/portable.py attends there.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -7,18 +10,18 @@
 
 #include "common.cuh"
 #include "regroup.cuh"
+#include "union_prep.cuh"
+#ifndef PW_PLAN_ONLY
 #include "stream.cuh"
 #include "union8.cuh"
-#include "union_prep.cuh"
 #include "value_tiles.cuh"
+#endif
 
 namespace {
 
 namespace ffi = tvm::ffi;
 using ffi::Optional;
 using ffi::TensorView;
-
-constexpr double kLog2E = 1.4426950408889634;
 
 cudaStream_t current_stream(const TensorView& tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
@@ -115,6 +118,9 @@ void union_prep(TensorView topk_idx, Optional<TensorView> perm, TensorView cu_se
                                    current_stream(topk_idx)),
              "union_prep");
 }
+
+#ifndef PW_PLAN_ONLY
+constexpr double kLog2E = 1.4426950408889634;
 
 int multiprocessors(const char* function) {
   int device = 0, count = 0;
@@ -221,10 +227,13 @@ void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView 
   if (group_size == 8) launch(pw::UnionTraits<2>{});
   else launch(pw::UnionTraits<1>{});
 }
+#endif  // PW_PLAN_ONLY
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_regroup, regroup)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_union_prep, union_prep)
+#ifndef PW_PLAN_ONLY
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_value_tiles, value_tiles)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_attention, attention)
+#endif

@@ -68,6 +68,19 @@ struct Divisor {
 // ---------------------------------------------------------------- Functions
 __host__ __device__ constexpr int ceil_div(int a, int b) { return a > 0 ? (a - 1) / b + 1 : 0; }
 
+// Programmatic dependent launch: waits for the kernel before this one; lets the next one start. Before compute capability
+// 9.0 there is no such launch, and one kernel follows another.
+__device__ inline void wait_for_previous_kernel() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+__device__ inline void let_next_kernel_start() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
 // A row that cu_seqlens names, kept inside the buffers whatever it holds.
 __device__ inline int row_inside(const Lengths& lengths, int row) { return min(max(row, 0), lengths.tokens); }
 

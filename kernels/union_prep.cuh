@@ -213,7 +213,7 @@ __device__ inline void prepare_group(const UnionPrepParams& p, int64_t head, int
       if (p.map.slot_ids_are_int64) upper_half = ids[2 * at.request + 1];
     }
   }
-  cudaGridDependencySynchronize();  // nothing that regroup or a kernel before it touches is read or written ahead of this
+  wait_for_previous_kernel();  // nothing that regroup or a kernel before it touches is read or written ahead of this
   // Padding rows belong to nobody, whatever the caller's order says of them.
   if (slot < members)
     query = p.perm != nullptr && attends ? p.perm[head * p.lengths.tokens + first + slot] : first + slot;
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(UnionPrepTraits<kSlots>::kThreads, UnionPrepTr
     union_prep_kernel(UnionPrepParams p) {
   using Traits = UnionPrepTraits<kSlots>;
   PW_SHARED(typename Traits::Shared, shared);
-  cudaTriggerProgrammaticLaunchCompletion();
+  let_next_kernel_start();
   const int group = static_cast<int>(blockIdx.x) * Traits::kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
   if (p.plan.marks != nullptr) {
 #pragma unroll

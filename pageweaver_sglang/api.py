@@ -10,9 +10,6 @@ from .plan import UnionPlan
 from .value_tiles import ValueTiles
 from .workspace import Workspace
 
-# Queries per union in sparse_prefill: what the attention kernel is built for.
-GROUP_SIZE = 8
-
 
 def regroup(
     topk_idx: torch.Tensor,
@@ -187,7 +184,8 @@ def sparse_prefill(
     Args:
         q: ``[tokens, q_heads, head_dim]``, bfloat16 on CUDA; heads ``g * h .. g * h + g - 1`` read KV head ``h``,
             ``g = q_heads / kv_heads``.
-        k_cache: ``[slots, kv_heads, head_dim]``, float8_e4m3fn on CUDA (or bfloat16, float16, float32).
+        k_cache: ``[slots, kv_heads, head_dim]``, float8_e4m3fn on CUDA, with the engine ``portable`` also bfloat16 (on
+            the CPU bfloat16, float16 and float32 too).
         v_cache: shape and dtype of ``k_cache``.
         topk_idx: int32 ``[kv_heads, tokens, k]``, as in :func:`regroup`.
         req_to_token: int32 ``[request slots, positions]``, cache slot of each token. The kernels take a page's first
@@ -199,9 +197,10 @@ def sparse_prefill(
         sm_scale: scale of the scores; None for ``head_dim ** -0.5``.
         k_scale: what a stored key is multiplied by: None (1), a float or a float32 tensor of one element.
         v_scale: the same for values.
-        page_size: tokens per page.
+        page_size: tokens per page. CUDA: 128, with the engine ``portable`` also 64.
         config: settings; None for the defaults. ``mode`` must be ``pageweaver`` or ``union8``.
-        workspace: buffers to use instead of allocating.
+        workspace: buffers to use instead of allocating; of ``group_size`` 8, or what
+            :func:`.cuda.support.union_group_size` says where the engine is ``portable``.
         value_tiles: where the stream engine keeps V's tiles, instead of the workspace's or of memory allocated for the
             call. Of the pool's size; the call before that used it must be ahead in the same stream.
         out: ``[tokens, q_heads, head_dim]`` of q's dtype, contiguous: where to write the result.
@@ -227,7 +226,7 @@ def sparse_prefill(
         value_tiles=value_tiles,
         out=out,
     )
-    tokens, _, head_dim = q.shape
+    tokens, q_heads, head_dim = q.shape
     if out is None and workspace is not None and workspace.q_heads is not None:
         out = workspace.out(tokens)
     if not _on_cuda(q):
@@ -238,8 +237,16 @@ def sparse_prefill(
     from .cuda import ops, support
 
     checks.check_sparse_prefill_kernel(req_to_token, slot_ids, out)
+    config = config or Config()
     reason = support.unsupported_reason(
-        q, k_cache, v_cache, topk_idx, page_size=page_size, sm_scale=sm_scale, k_scale=k_scale
+        q,
+        k_cache,
+        v_cache,
+        topk_idx,
+        page_size=page_size,
+        engine=config.engine,
+        sm_scale=sm_scale,
+        k_scale=k_scale,
     )
     if reason is not None:
         raise checks.UnsupportedError(f"sparse_prefill: {reason}")
@@ -247,11 +254,12 @@ def sparse_prefill(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if tokens == 0:
         return out
-    config = config or Config()
+    engine = support.engine_on(config.engine, support.capability_of(q.device), k_cache.dtype)
     requests = cu_seqlens.shape[0] - 1
     kv_heads, _, k = topk_idx.shape
+    group_size = support.union_group_size(engine, q_heads // kv_heads)
     pool_pages = k_cache.shape[0] // page_size
-    if config.engine != "stream":
+    if engine != "stream":
         value_tiles = None
     elif value_tiles is None and workspace is not None:
         value_tiles = workspace.value_tiles(pool_pages)
@@ -266,7 +274,7 @@ def sparse_prefill(
             requests,
             k,
             window=config.window,
-            group_size=GROUP_SIZE,
+            group_size=group_size,
             page_size=page_size,
             device=q.device,
             with_slots=True,
@@ -285,7 +293,7 @@ def sparse_prefill(
             prefix_lens,
             perm,
             window=config.window,
-            group_size=GROUP_SIZE,
+            group_size=group_size,
             page_size=page_size,
             capacity=config.regroup_capacity,
             guard=config.guard,
@@ -316,7 +324,7 @@ def sparse_prefill(
         sm_scale=head_dim**-0.5 if sm_scale is None else float(sm_scale),
         k_scale=_on_host(k_scale),
         v_scale=_on_host(v_scale),
-        engine=config.engine,
+        engine=engine,
         tiles=None if value_tiles is None else value_tiles.tiles,
     )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
@@ -16,9 +17,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--print-log", action="store_true", help="print nvcc's output (registers, spills, shared memory)"
     )
+    parser.add_argument(
+        "--architecture",
+        default=loader.ARCHITECTURE,
+        metavar="sm_XY",
+        help="GPU to compile for, by its compute capability X.Y (default: %(default)s, Hopper)",
+    )
     arguments = parser.parse_args(argv)
+    if not re.fullmatch(r"sm_\d{2,3}[af]?", arguments.architecture):
+        parser.error(f"--architecture must be of the form sm_80, got {arguments.architecture!r}")
     try:
-        library = loader.build(force=arguments.force)
+        library = loader.build(force=arguments.force, architecture=arguments.architecture)
     except loader.KernelBuildError as error:
         print(f"pageweaver: {error}", file=sys.stderr)
         return 1

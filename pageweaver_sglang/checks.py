@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from .config import Config
+from .cuda import support
 
 if TYPE_CHECKING:
     from .workspace import Workspace
@@ -272,7 +273,7 @@ def check_sparse_prefill(
         if not out.is_contiguous():
             _fail(ValueError, function, "out", "contiguous", f"strides {tuple(out.stride())}")
     if workspace is not None:
-        _workspace(function, workspace, q, topk_idx, requests, config)
+        _workspace(function, workspace, q, k_cache, topk_idx, requests, config)
     if value_tiles is not None:
         _value_tiles(function, value_tiles, kv_heads, slots // page_size, device)
     if device.type == "cpu" and requests:
@@ -327,7 +328,13 @@ def _config(function: str, config: Any) -> None:
 
 
 def _workspace(
-    function: str, workspace: Workspace, q: torch.Tensor, topk_idx: torch.Tensor, requests: int, config: Config | None
+    function: str,
+    workspace: Workspace,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    topk_idx: torch.Tensor,
+    requests: int,
+    config: Config | None,
 ) -> None:
     from .workspace import Workspace
 
@@ -336,11 +343,12 @@ def _workspace(
     tokens, q_heads, head_dim = q.shape
     kv_heads, _, k = topk_idx.shape
     config = config or Config()
+    engine = support.engine_on(config.engine, support.capability_of(q.device), k_cache.dtype) or config.engine
     wanted: dict[str, Any] = {
         "kv_heads": kv_heads,
         "topk": k,
         "window": config.window,
-        "group_size": 8,
+        "group_size": support.union_group_size(engine, q_heads // kv_heads),
         "device": q.device,
     }
     if workspace.q_heads is not None:

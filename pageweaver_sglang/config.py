@@ -53,8 +53,9 @@ class Config(BaseModel):
 
     mode: Literal["native", "union8", "pageweaver"] = Field("pageweaver", description="native, union8 or pageweaver")
     """SGLang's own Step 3 (plugin only), unions in the original order, or unions of regrouped queries."""
-    engine: Literal["stream", "union8"] = Field("stream", description="stream or union8")
-    """Attention kernel: pages streamed to independent warpgroups, or the paper's two-CTA cluster; the same bits."""
+    engine: Literal["stream", "union8", "portable"] = Field("stream", description="stream, union8 or portable")
+    """Attention kernel: pages streamed to independent warpgroups, the paper's two-CTA cluster (the same bits; Hopper
+    only, elsewhere they mean ``portable``), or the one in Triton, for any CUDA GPU."""
     window: Literal[64, 128] = Field(64, description="64 or 128")
     """Consecutive queries of one request among which one regroup chooses."""
     guard: Literal["none", "window"] = Field("window", description="none or window")

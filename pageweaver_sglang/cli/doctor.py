@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ HELP = """say what a server started with --attention-backend pageweaver would do
 Exit code 0: it would run PageWeaver. 1: it would refuse to start, or run SGLang's own kernels instead."""
 
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
-HOPPER = "9.0"
 _SERVER = "A server started with --attention-backend pageweaver"
 
 
@@ -99,15 +99,13 @@ def diagnose() -> Diagnosis:
     config = _look_at_settings(diagnosis)
     if config is not None:
         _look_at_switch(diagnosis, config)
-    _look_at_gpu(diagnosis)
-    _look_at_kernels(diagnosis, needed=config is None or config.mode != "native")
+    capability = _look_at_gpu(diagnosis, config)
+    _look_at_kernels(diagnosis, capability, needed=config is None or config.mode != "native")
     _look_at_sglang(diagnosis, config)
     return diagnosis
 
 
 def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
-    from pageweaver_sglang.value_tiles import ValueTiles
-
     try:
         config = load_config()
         diagnosis.settings = settings_with_sources(config)
@@ -117,13 +115,6 @@ def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
     profile = os.environ.get("PAGEWEAVER_CONFIG")
     native = "The setting mode=native asks for SGLang's own Step 3." if config.mode == "native" else None
     diagnosis.add("settings", f"valid; profile {profile or 'none'}, mode {config.mode}", native)
-    if config.mode != "native" and config.engine == "stream":
-        kib = ValueTiles.nbytes(1, 1) / 1024
-        diagnosis.add(
-            "GPU memory",
-            f"{kib:.0f} KiB per KV page and KV head of a rank for value tiles, as much as one layer's V cache; "
-            "a server's STATUS line says how much that is",
-        )
     if config.mode != "native" and config.fallback_engine != "native":
         _look_at_fallback(diagnosis, config.fallback_engine)
     return config
@@ -169,26 +160,57 @@ def settings_with_sources(config: Config) -> list[tuple[str, Any, str]]:
     return rows
 
 
-def _look_at_gpu(diagnosis: Diagnosis) -> None:
+def _look_at_gpu(diagnosis: Diagnosis, config: Config | None) -> tuple[int, int] | None:
+    """Returns the compute capability of the first GPU that PageWeaver would serve on, or None."""
+    from pageweaver_sglang.cuda.support import engine_on, gpu_problem
+
+    asked = (config or Config()).engine
     shown = environment.gpus()
     if not shown:
         diagnosis.add(
             "GPU",
             "none (nvidia-smi shows none)",
-            "There is no NVIDIA GPU here; PageWeaver's kernels need a Hopper GPU (H100, H200).",
+            "There is no NVIDIA GPU here; PageWeaver's kernels need one, best a Hopper GPU (H100, H200).",
         )
-    usable = any(gpu["compute_cap"] == HOPPER for gpu in shown)
-    for number, gpu in enumerate(shown):
-        capability = gpu["compute_cap"]
-        found = f"{gpu['name']}, compute capability {capability}, driver {gpu['driver_version']}"
-        wrong = (
-            f"GPU {number} has compute capability {capability} and the kernels are built for {HOPPER} (H100, H200): "
-            "every call on it would go to SGLang's own Step 3."
-        )
-        if capability != HOPPER and usable:
-            found += " (the kernels don't run on this one)"
-        diagnosis.add(f"GPU {number}", found, None if usable else wrong)
+    capabilities = [_capability(gpu["compute_cap"]) for gpu in shown]
+    engines = [engine_on(asked, capability) for capability in capabilities]
+    for number, (gpu, capability, engine) in enumerate(zip(shown, capabilities, engines, strict=True)):
+        found = f"{gpu['name']}, compute capability {gpu['compute_cap']}, driver {gpu['driver_version']}, "
+        wrong = None
+        if engine is None:
+            found += "SGLang's own Step 3"
+            if not any(engines):
+                problem = gpu_problem(asked, capability)
+                wrong = f"GPU {number} {problem}: every call on it would go to SGLang's own Step 3."
+        else:
+            found += f"engine {engine}"
+            if engine != asked:
+                found += f" (in Triton: {asked} is built for Hopper only)"
+        diagnosis.add(f"GPU {number}", found, wrong)
+    if config is not None and config.mode != "native":
+        _look_at_memory(diagnosis, engines if shown else [asked])
+    _look_at_torch(diagnosis, bool(shown))
+    return next((found for found, engine in zip(capabilities, engines, strict=True) if engine), None)
 
+
+def _capability(shown: str) -> tuple[int, int]:
+    major, minor = shown.split(".")
+    return int(major), int(minor)
+
+
+def _look_at_memory(diagnosis: Diagnosis, engines: Sequence[str | None]) -> None:
+    from pageweaver_sglang.value_tiles import ValueTiles
+
+    if "stream" in engines:
+        kib = ValueTiles.nbytes(1, 1) / 1024
+        diagnosis.add(
+            "GPU memory",
+            f"{kib:.0f} KiB per KV page and KV head of a rank for value tiles, as much as one layer's V cache; "
+            "a server's STATUS line says how much that is",
+        )
+
+
+def _look_at_torch(diagnosis: Diagnosis, has_gpu: bool) -> None:
     try:
         import torch
     except Exception as error:  # a broken CUDA installation can raise anything here
@@ -197,7 +219,7 @@ def _look_at_gpu(diagnosis: Diagnosis) -> None:
     cuda = torch.version.cuda
     built = f"{torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "built without CUDA")
     unusable = None
-    if shown and not torch.cuda.is_available():
+    if has_gpu and not torch.cuda.is_available():
         unusable = "PyTorch can't use the GPU: " + (
             "this build of it has no CUDA."
             if cuda is None
@@ -207,9 +229,10 @@ def _look_at_gpu(diagnosis: Diagnosis) -> None:
     diagnosis.add("Triton", environment.version("triton") or "not installed")
 
 
-def _look_at_kernels(diagnosis: Diagnosis, *, needed: bool) -> None:
+def _look_at_kernels(diagnosis: Diagnosis, capability: tuple[int, int] | None, *, needed: bool) -> None:
     from pageweaver_sglang.cuda import loader
 
+    architecture = loader.ARCHITECTURE if capability is None else loader.architecture_of(capability)
     nvcc, problem = loader.nvcc_path(), None
     try:
         version = f", release {loader._nvcc_version(nvcc)}" if nvcc else ""
@@ -219,7 +242,7 @@ def _look_at_kernels(diagnosis: Diagnosis, *, needed: bool) -> None:
         diagnosis.add("nvcc", f"{nvcc}, unusable: {first_line(error)}")
         usable = False
     try:
-        built = loader.is_built()
+        built = loader.is_built(architecture)
     except (importlib.metadata.PackageNotFoundError, FileNotFoundError) as error:
         diagnosis.add("kernels", "incomplete installation", f"The kernels can't be built ({first_line(error)}).")
         return
@@ -229,7 +252,10 @@ def _look_at_kernels(diagnosis: Diagnosis, *, needed: bool) -> None:
             "The server would refuse to start: PageWeaver's kernels are not built and there is no usable nvcc to build "
             f"them. Install the CUDA toolkit {oldest} or newer, or point PAGEWEAVER_NVCC at its nvcc."
         )
-    found = "built" if built else "not built yet; compiled at first use, or now by `python -m pageweaver_sglang.build`"
+    command = "python -m pageweaver_sglang.build"
+    if architecture != loader.ARCHITECTURE:
+        command += f" --architecture {architecture}"
+    found = "built" if built else f"not built yet; compiled at first use, or now by `{command}`"
     diagnosis.add("kernels", found, problem)
 
 

@@ -1,5 +1,8 @@
 """Builds the kernel library with nvcc on first use, keeps it in a cache keyed by content, and loads it through TVM FFI.
 
+There is one library per GPU architecture: for Hopper with all kernels, for others with those that come before attention
+(:mod:`.portable` attends there).
+
 The key covers the CUDA sources, the compiler flags (with the target architecture), the version of apache-tvm-ffi and
 the version of nvcc. A cached library whose other parts match is used where there is no nvcc at all, so a cache filled
 with ``python -m pageweaver_sglang.build`` serves images without a CUDA toolkit.
@@ -28,16 +31,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .._paths import kernels_dir
 
 ARCHITECTURE = "sm_90a"
+"""Hopper's, which all kernels are written for."""
 LIBRARY = "libpageweaver_kernels.so"
 LOG = "build.log"
 MIN_NVCC = (12, 4)
 
 _FLAGS = (
     *("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v"),
-    *("-gencode=arch=compute_90a,code=" + ARCHITECTURE, "-shared", "-cudart", "static"),
+    *("-shared", "-cudart", "static"),
 )
 _MAX_SHOWN = 6000  # characters of nvcc's output in an error
 _INSTALL = (
@@ -45,12 +51,30 @@ _INSTALL = (
     "PAGEWEAVER_NVCC to the nvcc to use."
 )
 
-_module: Any = None
+_modules: dict[str, Any] = {}  # by architecture
 _module_lock = threading.Lock()
 
 
 class KernelBuildError(RuntimeError):
     """The kernel library cannot be built or loaded; the text says why and what to do."""
+
+
+# -------------------------------------------------------------------------------------------------- Architecture
+def architecture_of(capability: tuple[int, int]) -> str:
+    """The architecture that a GPU of this compute capability gets its library for."""
+    return ARCHITECTURE if capability == (9, 0) else "sm_{}{}".format(*capability)
+
+
+@functools.lru_cache(maxsize=64)
+def architecture_on(device: torch.device) -> str:
+    """The architecture of a CUDA device; :data:`ARCHITECTURE` for other devices."""
+    return architecture_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else ARCHITECTURE
+
+
+def _flags(architecture: str) -> tuple[str, ...]:
+    virtual = architecture.replace("sm_", "compute_")
+    target = f"-gencode=arch={virtual},code={architecture}"
+    return (*_FLAGS, target, *(() if architecture == ARCHITECTURE else ("-DPW_PLAN_ONLY",)))
 
 
 # ------------------------------------------------------------------------------------------------------ Compiler
@@ -131,10 +155,10 @@ def cache_dir() -> Path:
         ) from error
 
 
-def _source_key() -> str:
+def _source_key(architecture: str) -> str:
     """Digest of everything that decides what is built, apart from nvcc itself."""
     digest = hashlib.sha256()
-    for part in (*_FLAGS, importlib.metadata.version("apache-tvm-ffi")):
+    for part in (*_flags(architecture), importlib.metadata.version("apache-tvm-ffi")):
         digest.update(part.encode() + b"\0")
     folder = kernels_dir()
     for source in sorted(path for path in folder.rglob("*") if path.suffix in (".cu", ".cuh")):
@@ -143,29 +167,29 @@ def _source_key() -> str:
     return digest.hexdigest()[:16]
 
 
-def _build_folder(nvcc: Path) -> Path:
-    return cache_dir() / f"{_source_key()}-{ARCHITECTURE}-nvcc{_nvcc_version(nvcc)}"
+def _build_folder(nvcc: Path, architecture: str) -> Path:
+    return cache_dir() / f"{_source_key(architecture)}-{architecture}-nvcc{_nvcc_version(nvcc)}"
 
 
-def library_path() -> Path | None:
+def library_path(architecture: str = ARCHITECTURE) -> Path | None:
     """The cached library that :func:`load` would use, or None when it has to be built first. Never raises for a
     missing or unusable nvcc.
     """
     nvcc = nvcc_path()
     if nvcc is not None:
         with contextlib.suppress(KernelBuildError):
-            library = _build_folder(nvcc) / LIBRARY
+            library = _build_folder(nvcc, architecture) / LIBRARY
             return library if library.is_file() else None
     try:
-        others = cache_dir().glob(f"{_source_key()}-{ARCHITECTURE}-nvcc*/{LIBRARY}")
+        others = cache_dir().glob(f"{_source_key(architecture)}-{architecture}-nvcc*/{LIBRARY}")
     except KernelBuildError:  # no such folder can be; a build says so
         return None
     return max(others, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def is_built() -> bool:
+def is_built(architecture: str = ARCHITECTURE) -> bool:
     """Whether the library for these sources is in the cache, so that :func:`load` compiles nothing."""
-    return library_path() is not None
+    return library_path(architecture) is not None
 
 
 # --------------------------------------------------------------------------------------------------------- Build
@@ -205,7 +229,7 @@ def _exclusive(lock_file: Path, verbose: bool) -> Iterator[None]:
         lock.release()
 
 
-def _nvcc_command(nvcc: Path, output: Path) -> list[str]:
+def _nvcc_command(nvcc: Path, output: Path, architecture: str) -> list[str]:
     from tvm_ffi import libinfo
 
     includes = dict.fromkeys([str(kernels_dir()), libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
@@ -214,17 +238,17 @@ def _nvcc_command(nvcc: Path, output: Path) -> list[str]:
     if (toolkit_lib / "libcudart_static.a").is_file():  # NVIDIA's Python packages; nvcc itself looks in lib64 only
         libraries.append(toolkit_lib)
     return [
-        *(str(nvcc), *_FLAGS, *(f"-I{folder}" for folder in includes)),
+        *(str(nvcc), *_flags(architecture), *(f"-I{folder}" for folder in includes)),
         *("-o", str(output), str(kernels_dir() / "bindings.cu")),
         *(*(f"-L{folder}" for folder in libraries), "-ltvm_ffi"),
     ]
 
 
-def _compile(nvcc: Path, folder: Path) -> None:
+def _compile(nvcc: Path, folder: Path, architecture: str) -> None:
     """Compiles into a temporary folder and moves the log, then the library, into ``folder``."""
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary:
         output = Path(temporary) / LIBRARY
-        command = _nvcc_command(nvcc, output)
+        command = _nvcc_command(nvcc, output, architecture)
         result = _run(command)
         said = (result.stdout + result.stderr).strip()
         if result.returncode != 0 or not output.is_file():
@@ -241,24 +265,24 @@ def _compile(nvcc: Path, folder: Path) -> None:
         os.replace(output, folder / LIBRARY)  # last: the library's presence says that the build is complete
 
 
-def build(force: bool = False, verbose: bool = True) -> Path:
-    """Compiles the kernel library unless the cache has it, and returns its path; ``build.log`` lies beside it.
+def build(force: bool = False, verbose: bool = True, architecture: str = ARCHITECTURE) -> Path:
+    """Compiles an architecture's library unless the cache has it, and returns its path; ``build.log`` lies beside it.
 
     Processes that start together compile once. ``force`` compiles in any case, ``verbose`` reports progress on stderr.
     Raises KernelBuildError when there is no usable nvcc, when compilation fails or the cache cannot be written.
     """
-    if not force and (library := library_path()) is not None:
+    if not force and (library := library_path(architecture)) is not None:
         return library
     nvcc = _require_nvcc()
-    folder = _build_folder(nvcc)
+    folder = _build_folder(nvcc, architecture)
     library = folder / LIBRARY
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(folder.with_name(folder.name + ".lock"), verbose):
             if force or not library.is_file():
-                text = f"compiling the CUDA kernels for {ARCHITECTURE} with nvcc {_nvcc_version(nvcc)}, once"
+                text = f"compiling the CUDA kernels for {architecture} with nvcc {_nvcc_version(nvcc)}, once"
                 with _progress(text, verbose):
-                    _compile(nvcc, folder)
+                    _compile(nvcc, folder, architecture)
     except OSError as error:
         raise KernelBuildError(
             f"cannot write the kernel cache {folder.parent}: {error}. Set PAGEWEAVER_CACHE_DIR to a writable folder."
@@ -266,22 +290,26 @@ def build(force: bool = False, verbose: bool = True) -> Path:
     return library
 
 
-def load() -> Any:
-    """The library's TVM FFI module (functions ``pw_regroup``, ``pw_union_prep``, ``pw_attention``), built on first use.
+def load(architecture: str = ARCHITECTURE) -> Any:
+    """The TVM FFI module of an architecture's library, built on first use.
+
+    It has the functions ``pw_regroup`` and ``pw_union_prep``, and Hopper's ``pw_value_tiles`` and ``pw_attention``.
 
     Raises KernelBuildError as :func:`build` does, or when the built library cannot be loaded.
     """
-    global _module
-    if _module is None:
-        with _module_lock:
-            if _module is None:
-                library = build()
-                import tvm_ffi
+    module = _modules.get(architecture)
+    if module is not None:
+        return module
+    with _module_lock:
+        if architecture not in _modules:
+            library = build(architecture=architecture)
+            import tvm_ffi
 
-                try:
-                    _module = tvm_ffi.load_module(str(library))
-                except Exception as error:  # TVM FFI raises several types
-                    raise KernelBuildError(
-                        f"cannot load {library}: {error}. Rebuild it: python -m pageweaver_sglang.build --force"
-                    ) from error
-    return _module
+            try:
+                _modules[architecture] = tvm_ffi.load_module(str(library))
+            except Exception as error:  # TVM FFI raises several types
+                rebuild = "python -m pageweaver_sglang.build --force"
+                if architecture != ARCHITECTURE:
+                    rebuild += f" --architecture {architecture}"
+                raise KernelBuildError(f"cannot load {library}: {error}. Rebuild it: {rebuild}") from error
+        return _modules[architecture]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..plan import UnionPlan
 from ..value_tiles import ValueTiles
-from .loader import load
+from .loader import architecture_on, load
+from .support import PORTABLE
 
 Scale = float | Tensor | None
 
@@ -28,7 +29,7 @@ def regroup(
     guard: str,
 ) -> None:
     """Write Algorithm 1's order of queries to ``perm``, int32 [kv_heads, tokens]; see ``pageweaver_sglang.regroup``."""
-    load().pw_regroup(
+    load(architecture_on(topk_idx.device)).pw_regroup(
         topk_idx, cu_seqlens, prefix_lens, perm, window, group_size, page_size, capacity or 0, guard == "window"
     )
 
@@ -56,7 +57,7 @@ def prepare_unions(
     ``behind_regroup`` promises that :func:`regroup` was what the current stream got last: the kernel then takes its
     place on the GPU while that one runs.
     """
-    load().pw_union_prep(
+    load(architecture_on(topk_idx.device)).pw_union_prep(
         topk_idx,
         perm,
         cu_seqlens,
@@ -113,8 +114,14 @@ def union_attention(
     Scales are factors of the E4M3 caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the
     device. ``engine`` is ``"stream"`` or ``"union8"``; None takes the first for groups of 8 and the second for groups
     of 4. Both give the same bits. ``stream`` reads V from ``tiles``, uint8 ``[kv_heads, pool_pages, 16384]``, as
-    :func:`value_tiles` left them for this plan's pages, and ``union8`` from ``v_cache``.
+    :func:`value_tiles` left them for this plan's pages, and ``union8`` from ``v_cache``. ``"portable"`` takes the
+    arguments of :func:`.portable.union_attention`.
     """
+    if engine == PORTABLE:
+        from . import portable
+
+        portable.union_attention(q, k_cache, v_cache, plan, out, sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale)
+        return
     k_value, k_device = _split_scale(k_scale)
     v_value, v_device = _split_scale(v_scale)
     load().pw_attention(

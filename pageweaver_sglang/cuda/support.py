@@ -1,7 +1,11 @@
-"""What the CUDA kernels cover: a question about shapes, dtypes and strides that reads nothing from the device."""
+"""What the CUDA kernels cover, and which engine serves on which GPU.
+
+Questions about shapes, dtypes, strides and compute capabilities that read nothing from the device.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +15,86 @@ PAGE_SIZE = 128
 GQA_RATIO = 16
 MAX_TOPK = 16
 COMPUTE_CAPABILITY = (9, 0)
+"""Hopper's, which the engines ``stream`` and ``union8`` are built for."""
+PORTABLE = "portable"
+"""The engine in Triton, for any GPU from :data:`OLDEST` on."""
+OLDEST = (8, 0)
+SGLANG_IS_FASTER = ((10, 0), (10, 3))
+"""SM100 and SM103: SGLang's own kernels serve unless ``portable`` is asked for. Unions lose to them there."""
+BF16_CACHE_ON_HOPPER: str | None = None
+"""The engine for a BF16 cache on Hopper where ``portable`` is not asked for; None: SGLang's own function."""
 # Of the scores and of the keys: with smaller ones (zero, negative) the masks of hidden keys would lose their force.
 MIN_SCALE = 1e-6
 # Bytes: what a bulk copy or a 128-bit load needs of addresses and strides.
 _ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What an engine covers."""
+
+    cache_dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, ...]
+    page_sizes: tuple[int, ...]
+    ratios: tuple[int, ...]
+    """Query heads per KV head."""
+
+
+_HOPPER_LIMITS = _Limits((torch.float8_e4m3fn,), (HEAD_DIM,), (PAGE_SIZE,), (GQA_RATIO,))
+_PORTABLE_LIMITS = _Limits(
+    (torch.float8_e4m3fn, torch.bfloat16), (64, HEAD_DIM), (64, PAGE_SIZE), tuple(range(1, GQA_RATIO + 1))
+)
+
+
+def gpu_problem(asked: str, capability: tuple[int, int]) -> str | None:
+    """Say why PageWeaver serves nothing on a GPU of this compute capability, or None where it does.
+
+    Args:
+        asked: the setting ``engine``.
+        capability: of the GPU.
+
+    Returns:
+        The end of a sentence that begins with the GPU, such as ``has compute capability 7.5, and ...``.
+    """
+    said = "has compute capability {}.{}".format(*capability)
+    if capability < OLDEST:
+        return f"{said}, and the kernels need {'.'.join(map(str, OLDEST))} or newer (bfloat16)"
+    if capability in SGLANG_IS_FASTER and asked != PORTABLE:
+        return f"{said}, where SGLang's own kernels are faster than unions of pages (engine: {PORTABLE} overrides this)"
+    return None
+
+
+def engine_on(asked: str, capability: tuple[int, int], cache_dtype: torch.dtype | None = None) -> str | None:
+    """The engine that serves, or None: SGLang's own function does.
+
+    Args:
+        asked: the setting ``engine``. ``portable`` is taken on every GPU; the others are Hopper's, and mean "the best
+            there is" elsewhere.
+        capability: of the GPU.
+        cache_dtype: of K and V; None where it is not known yet.
+    """
+    if gpu_problem(asked, capability) is not None:
+        return None
+    if asked == PORTABLE or capability != COMPUTE_CAPABILITY:
+        return PORTABLE
+    return BF16_CACHE_ON_HOPPER if cache_dtype == torch.bfloat16 else asked
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; Hopper's for other devices, so that shapes are looked at as it would."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else COMPUTE_CAPABILITY
+
+
+def union_group_size(engine: str, ratio: int) -> int:
+    """Queries per union for an engine and ``ratio`` query heads per KV head.
+
+    Hopper's engines are built for 8. ``portable`` fills a tile of 64 rows where that takes at most 16 queries: 4 for 9
+    to 16 heads, 8 for 5 to 8, otherwise 16.
+    """
+    if engine != PORTABLE:
+        return 8
+    padded = 1 << (ratio - 1).bit_length()
+    return min(16, 64 // padded)
 
 
 def unsupported_reason(
@@ -24,6 +104,7 @@ def unsupported_reason(
     topk_idx: torch.Tensor,
     *,
     page_size: int,
+    engine: str = "stream",
     pool_page_size: int | None = None,
     sink: Any = None,
     loc_mapping: Any = None,
@@ -39,6 +120,7 @@ def unsupported_reason(
         v_cache: values, shape of ``k_cache``.
         topk_idx: picked pages, ``[kv_heads, tokens, k]``.
         page_size: tokens per logical page.
+        engine: the setting ``engine``; what it means depends on the GPU, see :func:`engine_on`.
         pool_page_size: tokens that the KV pool keeps together, where the caller knows it.
         sink: attention sinks of the call, if any.
         loc_mapping: remapped cache locations of the call, if any.
@@ -52,32 +134,43 @@ def unsupported_reason(
     for name, value in (("sink", sink), ("loc_mapping", loc_mapping), ("q_scale", q_scale)):
         if value is not None:
             return f"{name} must be None"
+    capability = capability_of(q.device)
+    if problem := gpu_problem(engine, capability):
+        return f"q is on a GPU that {problem}"
+    portable = engine_on(engine, capability, k_cache.dtype) == PORTABLE
+    limits = _PORTABLE_LIMITS if portable else _HOPPER_LIMITS
     if q.dtype != torch.bfloat16:
         return f"q must be bfloat16, got {dtype_name(q)}"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype != torch.float8_e4m3fn:
-            return f"{name} must be float8_e4m3fn, got {dtype_name(cache)}"
+        if cache.dtype not in limits.cache_dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in limits.cache_dtypes)
+            return f"{name} must be {wanted}, got {dtype_name(cache)}"
+    if k_cache.dtype != v_cache.dtype:
+        return f"v_cache must be {dtype_name(k_cache)} like k_cache, got {dtype_name(v_cache)}"
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("topk_idx", topk_idx)):
         if tensor.dim() != 3:
             return f"{name} must have 3 dimensions, got {tensor.dim()}"
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.shape[2] != HEAD_DIM:
-            return f"{name} must have head_dim {HEAD_DIM}, got {tensor.shape[2]}"
+        if tensor.shape[2] not in limits.head_dims:
+            return f"{name} must have head_dim {_either(limits.head_dims)}, got {tensor.shape[2]}"
     if k_cache.shape != v_cache.shape:
         return f"v_cache must have the shape of k_cache {list(k_cache.shape)}, got {list(v_cache.shape)}"
     q_heads, kv_heads = q.shape[1], k_cache.shape[1]
-    if q_heads != GQA_RATIO * kv_heads:
-        return f"q must have {GQA_RATIO} query heads per KV head, got {q_heads} for {kv_heads}"
-    if page_size != PAGE_SIZE:
-        return f"page_size must be {PAGE_SIZE}, got {page_size}"
-    if pool_page_size is not None and (pool_page_size < 1 or pool_page_size % PAGE_SIZE):
-        return f"pool_page_size must be a multiple of {PAGE_SIZE}, got {pool_page_size}"
+    if q_heads % kv_heads or q_heads // kv_heads not in limits.ratios:
+        ratios = str(GQA_RATIO) if len(limits.ratios) == 1 else f"{limits.ratios[0]} to {limits.ratios[-1]}"
+        return f"q must have {ratios} query heads per KV head, got {q_heads} for {kv_heads}"
+    if q.shape[2] != k_cache.shape[2]:
+        return f"k_cache must have q's head_dim {q.shape[2]}, got {k_cache.shape[2]}"
+    if page_size not in limits.page_sizes:
+        return f"page_size must be {_either(limits.page_sizes)}, got {page_size}"
+    if pool_page_size is not None and (pool_page_size < 1 or pool_page_size % page_size):
+        return f"pool_page_size must be a multiple of {page_size}, got {pool_page_size}"
     slots = k_cache.shape[0]
-    if slots % PAGE_SIZE:
-        return f"k_cache must have a multiple of {PAGE_SIZE} slots, got {slots}"
+    if slots % page_size:
+        return f"k_cache must have a multiple of {page_size} slots, got {slots}"
     if slots == 0:
         return "k_cache must have at least one page"
-    if reason := scale_reason(sm_scale, k_scale, HEAD_DIM):
+    if reason := scale_reason(sm_scale, k_scale, q.shape[2]):
         return reason
     k = topk_idx.shape[2]
     if not 1 <= k <= MAX_TOPK:
@@ -91,11 +184,11 @@ def unsupported_reason(
             return f"{name} {reason}"
     if not q.is_cuda:
         return f"q must be on a CUDA device, got {q.device}"
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability != COMPUTE_CAPABILITY:
-        wanted, got = (".".join(map(str, pair)) for pair in (COMPUTE_CAPABILITY, capability))
-        return f"q must be on a GPU of compute capability {wanted}, got {got}"
     return None
+
+
+def _either(values: tuple[int, ...]) -> str:
+    return " or ".join(map(str, values))
 
 
 def scale_reason(sm_scale: float | None, k_scale: float | torch.Tensor | None, head_dim: int) -> str | None:

@@ -91,6 +91,7 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
             )
     device = torch.device(getattr(runner, "device", None) or sparse.req_to_token.device)
     kernels_state = kernels.prepare(config, device)
+    sparse.step3.config = config = kernels.settings_on(config, device)
     tiles_state = fallback_state = "none"
     layers = range(sparse.kv_pool.start_layer, sparse.kv_pool.end_layer)
     if own := [layer for layer in sparse.sparse_layer_ids if layer in layers]:  # not in every pipeline stage

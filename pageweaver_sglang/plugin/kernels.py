@@ -6,10 +6,18 @@ import torch
 
 from pageweaver_sglang.config import Config
 from pageweaver_sglang.cuda import loader
-from pageweaver_sglang.cuda.support import COMPUTE_CAPABILITY
+from pageweaver_sglang.cuda.support import engine_on, gpu_problem
 
 from . import NAME
 from .options import BackendError
+
+
+def settings_on(config: Config, device: torch.device) -> Config:
+    """The settings with the engine that serves on this device; unchanged where PageWeaver's kernels don't."""
+    if config.mode == "native" or device.type != "cuda":
+        return config
+    engine = engine_on(config.engine, torch.cuda.get_device_capability(device))
+    return config if engine in (None, config.engine) else config.model_copy(update={"engine": engine})
 
 
 def prepare(config: Config, device: torch.device) -> str:
@@ -26,11 +34,12 @@ def prepare(config: Config, device: torch.device) -> str:
     if device.type != "cuda":
         return f"none (reference engine on {device.type})"
     capability = torch.cuda.get_device_capability(device)
-    if capability != COMPUTE_CAPABILITY:
-        return "none (compute capability {}.{}: every call goes to SGLang's Step 3)".format(*capability)
-    was_built = loader.is_built()
+    if problem := gpu_problem(config.engine, capability):
+        return f"none (the GPU {problem}: every call goes to SGLang's Step 3)"
+    architecture = loader.architecture_of(capability)
+    was_built = loader.is_built(architecture)
     try:
-        loader.load()
+        loader.load(architecture)
     except loader.KernelBuildError as error:
         raise BackendError(
             f"--attention-backend {NAME}: {error}\n"

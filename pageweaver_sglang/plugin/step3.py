@@ -291,6 +291,7 @@ class Step3:
             call["v_cache"],
             call["topk_idx"],
             page_size=call["block_size_k"],
+            engine=self.config.engine,
             pool_page_size=self.pool_page_size,
             sm_scale=call.get("sm_scale"),
             k_scale=call.get("k_scale"),

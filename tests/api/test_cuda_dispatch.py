@@ -182,6 +182,30 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
         assert perm is None or perm.data_ptr() == workspace.perm(tokens).data_ptr()
 
 
+@pytest.mark.parametrize(("capability", "asked"), [((9, 0), "portable"), ((8, 0), "stream"), ((12, 0), "union8")])
+@pytest.mark.parametrize("ratio", [4, 16])
+def test_sparse_prefill_by_the_portable_engine(calls, monkeypatch, capability, asked, ratio):
+    """Groups of its own size, no value tiles, pages of 64 tokens."""
+    monkeypatch.setattr(support, "capability_of", lambda device: capability)
+    case = make_case("padded", ratio=ratio, page_size=64)
+    size = support.union_group_size("portable", ratio)
+    config = pw.Config(engine=asked)
+    workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=ratio, group_size=size, device="cpu")
+    for space in (None, workspace):
+        calls.clear()
+        pw.sparse_prefill(*case.args(), config=config, workspace=space, page_size=64)
+        assert [name for name, _, _ in calls] == ["regroup", "prepare_unions", "union_attention"]
+        assert (calls[0][2]["group_size"], calls[0][2]["page_size"]) == (size, 64)
+        plan = calls[1][1][-1]
+        assert (plan.group_size, plan.page_size) == (size, 64)
+        assert calls[1][2]["num_pool_pages"] == case.k_cache.shape[0] // 64
+        assert calls[1][2]["marks"] is None
+        assert (calls[2][2]["engine"], calls[2][2]["tiles"]) == ("portable", None)
+    wrong = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=ratio, device="cpu")
+    with pytest.raises(ValueError, match=f"workspace must be one with group_size={size}, got group_size=8"):
+        pw.sparse_prefill(*case.args(), config=config, workspace=wrong, page_size=64)
+
+
 def test_sparse_prefill_into_out(calls):
     out = torch.zeros_like(CASE.q)
     workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=16, device="cpu")

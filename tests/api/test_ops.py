@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pageweaver_sglang._paths import kernels_dir
 from pageweaver_sglang.cuda import ops
+from pageweaver_sglang.cuda.loader import architecture_of
 from pageweaver_sglang.plan import UnionPlan
 from pageweaver_sglang.value_tiles import ValueTiles
 
@@ -21,6 +23,9 @@ def heard(monkeypatch):
     calls = []
 
     class Library:
+        def __init__(self, architecture="sm_90a"):
+            assert architecture == "sm_90a"
+
         def __getattr__(self, name):
             return lambda *arguments: calls.append((name, arguments))
 
@@ -93,3 +98,26 @@ def test_the_exports_take_as_many_arguments_as_they_are_given():
         assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_{name}, {name})" in source
         (parameters,) = re.findall(rf"^void {name}\(([^)]*)\) {{$", source, re.MULTILINE)
         assert parameters.count(",") + 1 == count, name
+
+
+def test_the_portable_engine_is_not_the_librarys(heard, monkeypatch):
+    portable = pytest.importorskip("pageweaver_sglang.cuda.portable")
+    monkeypatch.setattr(portable, "union_attention", lambda *arguments, **options: heard.append((arguments, options)))
+    q, k_cache, v_cache, out = tensors(4)
+    ops.union_attention(
+        q, k_cache, v_cache, PLAN, out, sm_scale=0.1, k_scale=PLAN.masks, v_scale=0.25, engine="portable"
+    )
+    ((arguments, options),) = heard
+    assert same(arguments[:3], [q, k_cache, v_cache])
+    assert arguments[3] is PLAN
+    assert arguments[4] is out
+    assert options == {"sm_scale": 0.1, "k_scale": PLAN.masks, "v_scale": 0.25}
+
+
+@pytest.mark.parametrize(("capability", "architecture"), [((9, 0), "sm_90a"), ((8, 6), "sm_86"), ((12, 0), "sm_120")])
+def test_the_plan_comes_from_the_devices_own_library(heard, monkeypatch, capability, architecture):
+    asked = []
+    monkeypatch.setattr(ops, "architecture_on", lambda device: architecture_of(capability))
+    monkeypatch.setattr(ops, "load", lambda name: asked.append(name) or SimpleNamespace(pw_regroup=lambda *a: None))
+    ops.regroup(*tensors(4), window=64, group_size=5, page_size=32, capacity=None, guard="none")
+    assert asked == [architecture]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pageweaver_sglang.cuda.support import unsupported_reason
+from pageweaver_sglang.cuda import support
+from pageweaver_sglang.cuda.support import engine_on, gpu_problem, unsupported_reason
 
 KV_HEADS, TOKENS = 4, 6
 
@@ -109,14 +110,85 @@ def test_calls_that_are_not_covered(changes, reason):
     assert call(**changes).startswith(reason)
 
 
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Makes the call's tensors pass for those of a GPU."""
+
+    def pretend(capability):
+        monkeypatch.setattr(support, "capability_of", lambda device: capability)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+
+    return pretend
+
+
+BF16 = cache(256, KV_HEADS, 128, dtype=torch.bfloat16)
+PORTABLE_CALLS = [
+    {"k_cache": BF16, "v_cache": BF16},
+    {"page_size": 64, "pool_page_size": 64},
+    {"page_size": 64, "k_cache": cache(192, KV_HEADS, 128), "v_cache": cache(192, KV_HEADS, 128)},
+    {"q": q(TOKENS, 4, 128)},
+    {"q": q(TOKENS, 20, 128)},
+    {"q": q(TOKENS, 64, 64), "k_cache": cache(256, KV_HEADS, 64), "v_cache": cache(256, KV_HEADS, 64)},
+]
+
+
+@pytest.mark.parametrize("changes", [{}, *PORTABLE_CALLS])
+def test_what_portable_covers(on_gpu, changes):
+    for capability, engine in (((9, 0), "portable"), ((8, 0), "stream"), ((12, 0), "union8"), ((10, 0), "portable")):
+        on_gpu(capability)
+        assert call(engine=engine, **changes) is None
+    on_gpu((9, 0))
+    assert (call(**changes) is None) == (not changes)
+
+
 @pytest.mark.parametrize(
-    ("capability", "expected"), [((9, 0), None), ((8, 0), "9.0, got 8.0"), ((10, 0), "9.0, got 10.0")]
+    ("changes", "reason"),
+    [
+        ({"q": q(TOKENS, 68, 128)}, "q must have 1 to 16 query heads per KV head, got 68 for 4"),
+        ({"q": q(TOKENS, 63, 128)}, "q must have 1 to 16 query heads per KV head, got 63 for 4"),
+        ({"q": q(TOKENS, 64, 64)}, "k_cache must have q's head_dim 64, got 128"),
+        ({"q": q(TOKENS, 64, 96)}, "q must have head_dim 64 or 128, got 96"),
+        ({"page_size": 32}, "page_size must be 64 or 128, got 32"),
+        ({"page_size": 128, "pool_page_size": 64}, "pool_page_size must be a multiple of 128, got 64"),
+        ({"k_cache": BF16.half(), "v_cache": BF16.half()}, "k_cache must be float8_e4m3fn or bfloat16, got float16"),
+        ({"v_cache": BF16}, "v_cache must be float8_e4m3fn like k_cache, got bfloat16"),
+    ],
 )
-def test_compute_capability(monkeypatch, capability, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    reason = call()
-    if expected is None:
-        assert reason is None
-    else:
-        assert reason == f"q must be on a GPU of compute capability {expected}"
+def test_what_portable_does_not_cover(on_gpu, changes, reason):
+    on_gpu((8, 9))
+    assert call(**changes) == reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "engine"),
+    [
+        ((9, 0), "stream", "stream"),
+        ((9, 0), "union8", "union8"),
+        ((9, 0), "portable", "portable"),
+        ((8, 0), "stream", "portable"),
+        ((8, 9), "union8", "portable"),
+        ((11, 0), "stream", "portable"),
+        ((12, 1), "stream", "portable"),
+        ((10, 0), "stream", None),
+        ((10, 3), "union8", None),
+        ((10, 3), "portable", "portable"),
+        ((7, 5), "stream", None),
+        ((7, 5), "portable", None),
+    ],
+)
+def test_which_engine_a_gpu_gets(on_gpu, capability, asked, engine):
+    assert engine_on(asked, capability) == engine
+    problem = gpu_problem(asked, capability)
+    assert (problem is None) == (engine is not None)
+    on_gpu(capability)
+    assert call(engine=asked) == (None if engine else f"q is on a GPU that {problem}")
+    if engine is None:
+        assert "compute capability {}.{}, ".format(*capability) in problem
+
+
+def test_a_bf16_cache_on_hopper(monkeypatch):
+    assert engine_on("stream", (9, 0), torch.bfloat16) is None
+    assert engine_on("portable", (9, 0), torch.bfloat16) == "portable"
+    monkeypatch.setattr(support, "BF16_CACHE_ON_HOPPER", "portable")
+    assert engine_on("stream", (9, 0), torch.bfloat16) == "portable"
+    assert engine_on("stream", (9, 0), torch.float8_e4m3fn) == "stream"

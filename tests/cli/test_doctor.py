@@ -14,7 +14,9 @@ from pageweaver_sglang.cuda import loader
 from tests.fake_xqa import modules
 
 H200 = {"name": "NVIDIA H200", "compute_cap": "9.0", "driver_version": "580.1"}
-OTHER = {"name": "NVIDIA A100", "compute_cap": "8.0", "driver_version": "580.1"}
+A100 = {"name": "NVIDIA A100", "compute_cap": "8.0", "driver_version": "580.1"}
+B200 = {"name": "NVIDIA B200", "compute_cap": "10.0", "driver_version": "580.1"}
+T4 = {"name": "Tesla T4", "compute_cap": "7.5", "driver_version": "580.1"}
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "gpus", lambda: [H200])
     monkeypatch.setattr(doctor.environment, "version", lambda package: "0.5.23")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(loader, "is_built", lambda: True)
+    monkeypatch.setattr(loader, "is_built", lambda architecture: True)
     monkeypatch.setattr(doctor, "entry_point_visible", lambda: True)
     monkeypatch.setattr(compat, "verify_seams", lambda: [])
     monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.23")
@@ -82,16 +84,42 @@ def test_no_gpu(machine, monkeypatch):
     assert "no NVIDIA GPU" in problem
 
 
+def found(name):
+    return next(finding.found for finding in doctor.diagnose().findings if finding.name == name)
+
+
 def test_other_gpu(machine, monkeypatch):
-    monkeypatch.setattr(environment, "gpus", lambda: [OTHER])
+    monkeypatch.setattr(environment, "gpus", lambda: [A100])
+    assert problems() == []
+    assert found("GPU 0").endswith("engine portable (in Triton: stream is built for Hopper only)")
+    assert not any(finding.name == "GPU memory" for finding in doctor.diagnose().findings)
+    monkeypatch.setattr(loader, "is_built", lambda architecture: architecture == "sm_90a")
+    assert "python -m pageweaver_sglang.build --architecture sm_80" in found("kernels")
+    assert found("GPU 0").count("compute capability 8.0") == 1
+
+
+def test_engine_of_a_hopper(machine, monkeypatch):
+    assert found("GPU 0").endswith(", engine stream")
+    monkeypatch.setenv("PAGEWEAVER_ENGINE", "portable")
+    assert found("GPU 0").endswith(", engine portable")
+
+
+@pytest.mark.parametrize("gpu", [B200, T4], ids=["B200", "T4"])
+def test_gpus_that_sglang_serves(machine, monkeypatch, gpu):
+    monkeypatch.setattr(environment, "gpus", lambda: [gpu])
     (problem,) = problems()
-    assert "8.0" in problem
-    assert "SGLang's own Step 3" in problem
+    assert problem.startswith(f"GPU 0 has compute capability {gpu['compute_cap']}, ")
+    assert problem.endswith(": every call on it would go to SGLang's own Step 3.")
+    monkeypatch.setenv("PAGEWEAVER_ENGINE", "portable")
+    assert len(problems()) == (gpu is T4)
+    assert ("faster than unions" in problem) == (gpu is B200)
+    assert ("need 8.0 or newer" in problem) == (gpu is T4)
 
 
 def test_one_usable_gpu_is_enough(machine, monkeypatch):
-    monkeypatch.setattr(environment, "gpus", lambda: [OTHER, H200])
+    monkeypatch.setattr(environment, "gpus", lambda: [T4, H200])
     assert problems() == []
+    assert found("GPU 0").endswith("SGLang's own Step 3")
 
 
 def test_pytorch_without_cuda(machine, monkeypatch):
@@ -102,7 +130,7 @@ def test_pytorch_without_cuda(machine, monkeypatch):
 
 @pytest.mark.parametrize("nvcc", ["missing", "too old"])
 def test_no_usable_nvcc(machine, monkeypatch, tmp_path, nvcc):
-    monkeypatch.setattr(loader, "is_built", lambda: False)
+    monkeypatch.setattr(loader, "is_built", lambda architecture: False)
     if nvcc == "missing":
         monkeypatch.setenv("PAGEWEAVER_NVCC", str(tmp_path / "nowhere"))
     else:

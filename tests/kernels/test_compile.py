@@ -61,6 +61,16 @@ def test_registers_and_shared_memory(build_log):
 
 
 @needs_nvcc
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_120"])
+def test_plan_kernels_of_other_gpus(architecture, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEWEAVER_CACHE_DIR", str(tmp_path))
+    log = loader.build(architecture=architecture, verbose=False).with_name(loader.LOG).read_text()
+    kernels = {kernel.name for kernel in report.resource_report(log)}
+    assert kernels == {"regroup_kernel<64>", "regroup_kernel<128>", "union_prep_kernel<8>", "union_prep_kernel<16>"}
+    assert "warning" not in log.lower()
+
+
+@needs_nvcc
 def test_stream_kernel_starts_with_the_registers_that_it_deals_out(build_log):
     """With fewer a thread, the last warpgroup would wait for ever for registers that nobody gives back."""
     (kernel,) = [k for k in report.resource_report(build_log) if k.name.startswith("stream_attention_kernel")]
@@ -196,6 +206,17 @@ def test_command(toolkit, sources):
     assert "-lcuda " not in call + " "
 
 
+def test_a_library_per_architecture(toolkit):
+    assert (loader.architecture_of((9, 0)), loader.architecture_of((12, 0))) == ("sm_90a", "sm_120")
+    libraries = [loader.build(), loader.build(architecture="sm_80")]
+    assert len(set(libraries)) == 2
+    assert loader.library_path("sm_80") == libraries[1]
+    assert not loader.is_built("sm_86")
+    hopper, ampere = toolkit.calls()
+    assert "PW_PLAN_ONLY" not in hopper
+    assert "arch=compute_80,code=sm_80 -DPW_PLAN_ONLY" in ampere
+
+
 def test_key_follows_sources_and_compiler(toolkit, sources):
     built = [loader.build()]
     (sources / "ptx" / "a.cuh").write_text("// another header")
@@ -324,7 +345,7 @@ def test_order_of_places(tmp_path, monkeypatch):
 
 
 def test_load_reports_a_library_that_cannot_be_loaded(toolkit, monkeypatch):
-    monkeypatch.setattr(loader, "_module", None)
+    monkeypatch.setattr(loader, "_modules", {})
     with pytest.raises(loader.KernelBuildError, match=r"cannot load .*build --force"):
         loader.load()
 
@@ -334,6 +355,11 @@ def test_build_command(toolkit, capsys):
     out = capsys.readouterr().out
     assert "Used 8 registers" in out
     assert out.splitlines()[-1] == str(loader.library_path())
+    assert build.main(["--architecture", "sm_86"]) == 0
+    assert capsys.readouterr().out.strip() == str(loader.library_path("sm_86"))
+    with pytest.raises(SystemExit):
+        build.main(["--architecture", "hopper"])
+    assert "--architecture must be of the form sm_80, got 'hopper'" in capsys.readouterr().err
     toolkit.install(fails=True)
     assert build.main([]) == 0
     assert build.main(["--force"]) == 1

@@ -17,18 +17,18 @@ CUDA = torch.device("cuda", 0)
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     loads = []
-    monkeypatch.setattr(loader, "load", lambda: loads.append(1))
-    monkeypatch.setattr(loader, "is_built", lambda: False)
+    monkeypatch.setattr(loader, "load", loads.append)
+    monkeypatch.setattr(loader, "is_built", lambda architecture: False)
     return loads
 
 
 def test_built_before_the_first_request(hopper):
     assert kernels.prepare(Config(), CUDA) == "built and loaded"
-    assert hopper == [1]
+    assert hopper == ["sm_90a"]
 
 
 def test_loaded_from_the_cache(hopper, monkeypatch):
-    monkeypatch.setattr(loader, "is_built", lambda: True)
+    monkeypatch.setattr(loader, "is_built", lambda architecture: True)
     assert kernels.prepare(Config(mode="union8"), CUDA) == "loaded"
 
 
@@ -39,13 +39,46 @@ def test_not_needed_for_native(hopper):
 
 def test_other_devices_get_none(hopper, monkeypatch):
     assert "reference engine on cpu" in kernels.prepare(Config(), torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "compute capability 10.0" in kernels.prepare(Config(), CUDA)
     assert hopper == []
 
 
+@pytest.mark.parametrize(
+    ("capability", "engine", "architecture", "serves"),
+    [
+        ((9, 0), "stream", "sm_90a", "stream"),
+        ((9, 0), "portable", "sm_90a", "portable"),
+        ((8, 0), "stream", "sm_80", "portable"),
+        ((12, 0), "union8", "sm_120", "portable"),
+        ((10, 0), "portable", "sm_100", "portable"),
+    ],
+)
+def test_every_gpu_gets_its_library_and_its_engine(hopper, monkeypatch, capability, engine, architecture, serves):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = Config(engine=engine)
+    assert kernels.prepare(config, CUDA) == "built and loaded"
+    assert hopper == [architecture]
+    assert kernels.settings_on(config, CUDA) == Config(engine=serves)
+    assert kernels.settings_on(config, torch.device("cpu")) is config
+    native = Config(mode="native", engine=engine)
+    assert kernels.settings_on(native, CUDA) is native
+
+
+@pytest.mark.parametrize(
+    ("capability", "why"), [((10, 0), "faster than unions"), ((10, 3), "faster than unions"), ((7, 5), "need 8.0")]
+)
+def test_gpus_that_sglang_serves(hopper, monkeypatch, capability, why):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    state = kernels.prepare(Config(), CUDA)
+    assert state.startswith("none (the GPU has compute capability {}.{}".format(*capability))
+    assert why in state
+    assert "every call goes to SGLang's Step 3" in state
+    assert hopper == []
+    config = Config()
+    assert kernels.settings_on(config, CUDA) is config
+
+
 def test_without_a_compiler_the_server_stops_and_says_what_to_do(hopper, monkeypatch):
-    def load():
+    def load(architecture):
         raise loader.KernelBuildError("no nvcc was found")
 
     monkeypatch.setattr(loader, "load", load)

@@ -171,7 +171,8 @@ def test_what_the_kernels_are_asked_about(monkeypatch):
     assert served(lambda **call: "native", 1, call) == "native"
     ((tensors, options),) = asked
     assert all(a is call[name] for a, name in zip(tensors, ("q", "k_cache", "v_cache", "topk_idx"), strict=True))
-    assert options == {"page_size": 128, "pool_page_size": 64, "sm_scale": 0.1, "k_scale": 0.2}
+    scales = {"sm_scale": 0.1, "k_scale": 0.2}
+    assert options == {"page_size": 128, "engine": "stream", "pool_page_size": 64, **scales}
     assert served.stats.fallbacks_by_reason == {"k_cache is not to its liking": 1}
 
 
