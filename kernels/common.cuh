@@ -14,7 +14,11 @@
 // The one static shared-memory object of a kernel, a kernel launch on a stream, and one that need not wait for the kernel before it.
 #define PW_SHARED(Type, name) __shared__ Type name
 #define PW_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
+#ifdef PW_BEFORE_SM90  // no such launch there
+#define PW_LAUNCH_EARLY(kernel, grid, block, stream, ...) (PW_LAUNCH(kernel, grid, block, stream, __VA_ARGS__), cudaGetLastError())
+#else
 #define PW_LAUNCH_EARLY(kernel, grid, block, stream, ...) pw::ptx::launch_early(kernel, grid, block, 0, stream, __VA_ARGS__)
+#endif
 #else
 #include "cuda_host_shim.h"  // defines the same macros
 #endif
@@ -69,14 +73,14 @@ struct Divisor {
 __host__ __device__ constexpr int ceil_div(int a, int b) { return a > 0 ? (a - 1) / b + 1 : 0; }
 
 // Programmatic dependent launch: waits for the kernel before this one; lets the next one start. Before compute capability
-// 9.0 there is no such launch, and one kernel follows another.
+// 9.0 (PW_BEFORE_SM90) one kernel simply follows another.
 __device__ inline void wait_for_previous_kernel() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#ifndef PW_BEFORE_SM90
   cudaGridDependencySynchronize();
 #endif
 }
 __device__ inline void let_next_kernel_start() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#ifndef PW_BEFORE_SM90
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }

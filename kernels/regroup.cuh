@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(kWindow, 4)
                    int32_t* __restrict__ perm) {
   using Traits = RegroupTraits<kWindow>;
   PW_SHARED(typename Traits::Shared, shared);
-  cudaTriggerProgrammaticLaunchCompletion();  // union preparation may take its place already
+  let_next_kernel_start();  // union preparation may take its place already
   const int t = threadIdx.x;
   const Location at = locate(lengths, static_cast<int>(blockIdx.x), [](int rows) { return ceil_div(rows, kWindow); });
   if (at.request < 0) return;

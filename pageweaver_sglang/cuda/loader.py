@@ -72,9 +72,12 @@ def architecture_on(device: torch.device) -> str:
 
 
 def _flags(architecture: str) -> tuple[str, ...]:
-    virtual = architecture.replace("sm_", "compute_")
-    target = f"-gencode=arch={virtual},code={architecture}"
-    return (*_FLAGS, target, *(() if architecture == ARCHITECTURE else ("-DPW_PLAN_ONLY",)))
+    flags = (*_FLAGS, f"-gencode=arch={architecture.replace('sm_', 'compute_')},code={architecture}")
+    if architecture != ARCHITECTURE:
+        flags += ("-DPW_PLAN_ONLY",)
+    if int(re.sub(r"\D", "", architecture)) < 90:
+        flags += ("-DPW_BEFORE_SM90",)
+    return flags
 
 
 # ------------------------------------------------------------------------------------------------------ Compiler

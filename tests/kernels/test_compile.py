@@ -213,8 +213,8 @@ def test_a_library_per_architecture(toolkit):
     assert loader.library_path("sm_80") == libraries[1]
     assert not loader.is_built("sm_86")
     hopper, ampere = toolkit.calls()
-    assert "PW_PLAN_ONLY" not in hopper
-    assert "arch=compute_80,code=sm_80 -DPW_PLAN_ONLY" in ampere
+    assert "-DPW" not in hopper
+    assert "arch=compute_80,code=sm_80 -DPW_PLAN_ONLY -DPW_BEFORE_SM90" in ampere
 
 
 def test_key_follows_sources_and_compiler(toolkit, sources):
