@@ -53,6 +53,14 @@ def test_sglangs_batches_tell_when_they_are_gone(result):
     assert result["weak references to SGLang's batches"]
 
 
+@pytest.mark.parametrize(("order", "picked"), [("one after the other", 2), ("in turn", 4)])
+def test_layers_that_share_their_picks(result, order, picked):
+    case = f"shared picks, {order}"
+    if case not in result:
+        pytest.skip("this SGLang does not share picks between layers")
+    assert result[case] == {"same": [True] * 4, "picked": picked}
+
+
 def test_two_batch_overlap(result):
     assert result["two batches at once"] == [True] * 4
     assert result["two backends, own counts"] == [{"1": 3, "2": 3}] * 2

@@ -21,6 +21,12 @@ def test_replays_give_the_rows_of_an_eager_prefill_and_zeros_behind(result, batc
     assert result["replays"][batch] == {"same": [True, True], "padding": [True, True], "rows": [16, 16]}
 
 
+def test_an_idle_rank_gets_zeros(result):
+    if result["graph"] != "breakable":
+        pytest.skip("a rank without requests gets a made-up one")
+    assert result["replays"]["idle rank"] == {"same": [True, True], "padding": [True, True], "rows": [16, 16]}
+
+
 def test_pageweaver_serves_every_replay(result):
     assert result["served"] == {"1": 5, "2": 5}  # the capture's batch, and four others
     assert result["fallbacks"] == {}

@@ -12,7 +12,7 @@ def outcome(run_program):
     return run_program("ranks", PAGEWEAVER_DENSE_BACKEND="torch_native")
 
 
-@pytest.mark.parametrize("case", ["tp1", "tp2", "tp4", "tp8", "index heads"])
+@pytest.mark.parametrize("case", ["tp1", "tp2", "tp4", "tp8", "tp16", "index heads"])
 def test_heads_of_a_rank(outcome, case):
     result = outcome.result[case]
     assert result["arms"] == {"pageweaver": 1, "native": 1}
@@ -47,4 +47,5 @@ def test_which_heads_the_kernels_take(outcome):
     reasons = outcome.result["reasons"]
     assert reasons["tp4"].startswith("q must be on a CUDA device")
     assert reasons["tp8"] == "q must have 16 query heads per KV head, got 8 for 1"
+    assert reasons["tp16"] == "q must have 16 query heads per KV head, got 4 for 1"
     assert reasons["index heads"] == "topk_idx must have 1 to 16 pages per query, got 32"

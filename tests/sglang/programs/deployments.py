@@ -100,6 +100,21 @@ passes = [forwards.of(batch) for batch, _ in halves]
 report["a pass for each batch"] = passes[0] is not passes[1] and [forwards.of(batch) for batch, _ in halves] == passes
 report["weak references to SGLang's batches"] = weakref.ref(ForwardBatch.__new__(ForwardBatch))() is None
 
+# Layers that share one layer's picks, of two batches in turn: SGLang computes them anew where they are another batch's.
+sparse = case.backend.sparse
+if hasattr(sparse, "index_cache_enabled"):
+    sparse.index_cache_enabled = True
+    sparse._topk_group_of_layer, sparse._topk_is_source = {1: 0, 2: 0}, {1: True, 2: False}
+    pick, asked = minimax_sparse.flash_prefill_with_topk_index, []
+    minimax_sparse.flash_prefill_with_topk_index = lambda **call: asked.append(len(call["q"])) or pick(**call)
+    orders = {"one after the other": [(1, 0), (2, 0), (1, 1), (2, 1)], "in turn": [(1, 0), (1, 1), (2, 0), (2, 1)]}
+    for name, order in orders.items():
+        rows = [is_part(case.prefill_part(config, halves[n], layer_id=layer), halves[n], layer) for layer, n in order]
+        report[f"shared picks, {name}"] = {"same": rows, "picked": len(asked)}
+        asked.clear()
+    sparse.index_cache_enabled = False
+    minimax_sparse.flash_prefill_with_topk_index = pick
+
 # Two-batch overlap has a backend for each half; here they run at the same time as well.
 backends = [fake_runner.build_backend(case.runner) for _ in halves]
 outputs: dict = {}

@@ -166,6 +166,12 @@ for name, (batch, rows) in batches.items():
     load(rows)
     with executing(batch, tokens):
         report["replays"][name] = outcome(run(batch), rows, tokens)
+if report["graph"] == "breakable":  # a rank without requests replays beside the others
+    batch = padded(case.part(0, 0, 1)[0], 0)
+    batch.out_cache_loc = batch.out_cache_loc[:STATIC]
+    load(slice(0, 0))
+    with executing(batch, 0):
+        report["replays"]["idle rank"] = outcome(run(batch), slice(0, 0), 0)
 report["served"] = {layer: stats.calls_by_layer[layer] - before[layer] for layer in LAYERS}
 report["fallbacks"] = dict(stats.fallbacks_by_reason)
 report["captured"] = stats.captured_calls

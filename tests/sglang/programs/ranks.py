@@ -37,8 +37,8 @@ def against_sglang(name: str, case: Case, **options) -> None:
     }
 
 
-# Heads of a rank: TP1, TP2, TP4; with TP8 the four KV heads are there twice, and a rank has 8 query heads.
-for tp, heads in {1: (4, 16), 2: (2, 16), 4: (1, 16), 8: (1, 8)}.items():
+# Heads of a rank: TP1, TP2, TP4; with TP8 the four KV heads are there twice, and a rank has 8 query heads; then 4.
+for tp, heads in {1: (4, 16), 2: (2, 16), 4: (1, 16), 8: (1, 8), 16: (1, 4)}.items():
     against_sglang(f"tp{tp}", Case(server_args, [260, 0], [2, 3], kv_heads=heads[0], group=heads[1]), real_indexer=True)
 # More index heads than KV heads: SGLang unites their picks, here up to 32 pages.
 against_sglang("index heads", Case(server_args, [3000], [3], index_heads=2), real_indexer=True)
@@ -66,6 +66,7 @@ report["reasons"] = {}
 for name, (q_heads, kv_heads, picks) in {
     "tp4": (16, 1, 16),
     "tp8": (8, 1, 16),
+    "tp16": (4, 1, 16),
     "index heads": (16, 1, 32),
 }.items():
     cache = torch.zeros(256, kv_heads, 128, dtype=torch.float8_e4m3fn)
