@@ -343,12 +343,11 @@ def _workspace(
     tokens, q_heads, head_dim = q.shape
     kv_heads, _, k = topk_idx.shape
     config = config or Config()
-    engine = support.engine_on(config.engine, support.capability_of(q.device), k_cache.dtype) or config.engine
     wanted: dict[str, Any] = {
         "kv_heads": kv_heads,
         "topk": k,
         "window": config.window,
-        "group_size": support.union_group_size(engine, q_heads // kv_heads),
+        "group_size": support.call_group_size(config.engine, q, k_cache),
         "device": q.device,
     }
     if workspace.q_heads is not None:

@@ -97,6 +97,12 @@ def union_group_size(engine: str, ratio: int) -> int:
     return min(16, 64 // padded)
 
 
+def call_group_size(asked: str, q: torch.Tensor, k_cache: torch.Tensor) -> int:
+    """Queries per union of a call, where the setting ``engine`` is ``asked``: what its workspace must have."""
+    engine = engine_on(asked, capability_of(q.device), k_cache.dtype) or asked
+    return union_group_size(engine, q.shape[1] // k_cache.shape[1])
+
+
 def unsupported_reason(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pageweaver_sglang.config import Config
+from pageweaver_sglang.cuda.support import call_group_size
 from pageweaver_sglang.workspace import Workspace
 
 from .capture import host_lengths
@@ -44,11 +45,19 @@ class Forward:
                 return None
             stream = torch.cuda.current_stream(topk_idx.device).cuda_stream
         kv_heads, tokens, k = topk_idx.shape
-        key = (stream, kv_heads, tokens, k, call["cu_seqlens"].shape[0] - 1, config.window)
+        requests = call["cu_seqlens"].shape[0] - 1
+        group_size = call_group_size(config.engine, call["q"], call["k_cache"])
+        key = (stream, kv_heads, tokens, k, requests, config.window, group_size)
         workspace = self._workspaces.get(key)
         if workspace is None:
             workspace = self._workspaces[key] = Workspace(
-                tokens, max(key[4], 1), kv_heads=kv_heads, topk=k, window=config.window, device=topk_idx.device
+                tokens,
+                max(requests, 1),
+                kv_heads=kv_heads,
+                topk=k,
+                window=config.window,
+                group_size=group_size,
+                device=topk_idx.device,
             )
         return workspace
 

@@ -43,7 +43,7 @@ def overlap(a, b) -> bool:
 
 
 def test_two_batches_layer_by_layer(used):
-    served, forwards = make(), Forwards()
+    served, forwards = make(on_error="raise"), Forwards()
     batches = [make_batch(), make_batch(PREFIX + 1)]
     expected = Native()(**make_call())
     for layer in (3, 4, 5):
@@ -86,6 +86,19 @@ def test_layers_of_other_sizes_have_other_buffers(changes):
     assert forward.workspace(make_call(), Config()) is one
     kv_heads, tokens, k = make_call(**changes)["topk_idx"].shape
     assert (other.kv_heads, other.max_tokens, other.topk) == (kv_heads, tokens, k)
+
+
+@pytest.mark.parametrize("engine", ["stream", "union8", "portable"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("ratio", [4, 16])
+def test_every_engines_calls_fit(engine, dtype, ratio):
+    """Engines differ in how many queries share a union."""
+    served, forwards, batch = make(engine=engine, on_error="raise"), Forwards(), make_batch()
+    call = make_call()
+    call |= {"q": call["q"][:, : 2 * ratio], **{name: call[name].to(dtype) for name in ("k_cache", "v_cache")}}
+    for layer in (1, 2):
+        out = served(lambda **call: pytest.fail("fell back"), layer, call, forwards.of(batch))
+        assert torch.equal(out, Native()(**call))
 
 
 def test_windows_have_buffers_of_their_own():
