@@ -14,6 +14,7 @@ from rich.table import Table
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.fuzz import campaign
 from pageweaver_sglang.fuzz.campaign import Failure, Settings, Tally
+from pageweaver_sglang.fuzz.variants import VARIANTS
 
 from .options import add_commit_option, positive
 from .output import explain, make_console
@@ -21,7 +22,7 @@ from .output import explain, make_console
 HELP = """random calls of the kernels, each compared with plain attention in float64
 Shapes, lengths, page ids (holes, repeats, past the end, huge), page tables, layouts, scales, settings and buffers vary;
 cells of the caches that belong to no token hold NaN. Every row of every output must be within a bound that follows from
-FP8 rounding; some calls are also compared bit for bit (the other engine; regroup and unions against the reference), and
+rounding; some calls are also compared bit for bit (the other engine; regroup and unions against the reference), and
 some are calls that must be refused. A seed is a call: `--seed N --calls 1` makes call N again and compares everything.
 Exit code 0: nothing wrong. 1: something is. 2: it can't run here, or the report can't be written."""
 
@@ -33,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, default=8, help="processes, sharing the GPU (default: %(default)s)")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the reference engine is tried (default: cuda)"
+    )
+    parser.add_argument(
+        "--engines",
+        type=_engines,
+        metavar="NAME,NAME",
+        help=f"of {', '.join(VARIANTS)}; others make other calls of the same seeds (default: all that run on the GPU)",
     )
     parser.add_argument(
         "--largest",
@@ -53,6 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_commit_option(parser)
 
 
+def _engines(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(VARIANTS):
+        raise ValueError(text)
+    return names
+
+
+_engines.__name__ = "list of engines"  # what argparse calls it in its message
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run a campaign and print what it found."""
     console = make_console()
@@ -68,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         jobs=arguments.jobs,
         device=arguments.device,
         largest=arguments.largest,
+        variants=arguments.engines,
         batch=arguments.batch,
         seconds=arguments.seconds,
     )
@@ -94,18 +112,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _unusable() -> str | None:
-    """Why the kernels can't run here; builds them where they can."""
+    """Why no engine can run here; builds the kernels where they can."""
     import torch
 
     from pageweaver_sglang.cuda import loader
-    from pageweaver_sglang.cuda.support import COMPUTE_CAPABILITY
+    from pageweaver_sglang.cuda.support import OLDEST
 
     if not torch.cuda.is_available():
         return "no CUDA device; --device cpu tries the reference engine"
-    if (capability := torch.cuda.get_device_capability()) != COMPUTE_CAPABILITY:
-        return f"the kernels need a GPU of compute capability 9.0, this one has {'.'.join(map(str, capability))}"
+    if (capability := torch.cuda.get_device_capability()) < OLDEST:
+        needed, has = (".".join(map(str, pair)) for pair in (OLDEST, capability))
+        return f"the kernels need a GPU of compute capability {needed} or newer, this one has {has}"
     try:
-        loader.build()
+        loader.build(architecture=loader.architecture_of(capability))
     except loader.KernelBuildError as error:
         return str(error)
     return None
@@ -119,10 +138,12 @@ def _print(console: Console, document: dict, failures: list[Failure], settings: 
     for dimension, values in document["coverage"].items():
         table.add_row(dimension, ", ".join(f"{value}: {count}" for value, count in values.items()))
     console.print(table)
-    ratios = ", ".join(f"{style} {ratio:.2f}" for style, ratio in document["largest_error_in_bounds"].items())
-    console.print(f"largest error of a row, in units of its bound: {ratios or 'none'}")
+    ratios = "; ".join(f"{kind} {ratio:.2f}" for kind, ratio in document["largest_error_in_bounds"].items())
+    console.print(f"largest error of a row, in units of its bound: {ratios or 'none'}", highlight=False)
     for failure in failures:
         options = {"seed": failure.seed, "calls": 1, "device": settings.device, "largest": settings.largest}
+        if settings.variants is not None:
+            options["engines"] = ",".join(settings.variants)
         if failure.last_seed is not None:
             options |= {"calls": failure.last_seed - failure.seed + 1, "jobs": 1, "batch": 1}
         again = shlex.join(["pageweaver", "fuzz", *(f"--{name}={value}" for name, value in options.items())])

@@ -8,11 +8,19 @@ import numpy as np
 import torch
 
 from .draw import MAX_PADDING, MAX_PAGES, MAX_TOKENS, Call
+from .variants import BF16, E4M3
 
 HEAD_DIM = 128
+"""Elements of a head in the pools; calls of smaller heads take the first ones."""
 RATIO = 16
-"""Query heads per KV head."""
+"""Query heads per KV head in the pools, at most what calls have."""
 MOST_KV_HEADS = 4
+BITS = {E4M3: torch.uint8, BF16: torch.int16}
+"""Integers of the same size, which every operation takes."""
+_GARBAGE = {
+    E4M3: {"NaN": 0x7F, "-NaN": 0xFF, "448": 0x7E, "0": 0},
+    BF16: {"NaN": 0x7FC0, "-NaN": 0xFFC0 - (1 << 16), "448": 0x43E0, "0": 0},
+}
 OFFSETS = 128
 """Slices begin at one of so many places."""
 FUSED_ROW = MOST_KV_HEADS * RATIO * HEAD_DIM + 1664
@@ -27,7 +35,7 @@ class Pools:
 
     ``q``: BF16 ``[rows, FUSED_ROW]``, NaN behind the queries; rounding it to E4M3 changes nothing where a head is
     scaled by what the engines try (largest element 256, 288 or 448), since it was rounded so. ``q_normal``: it was
-    not. ``q_signs``: +-1, all alike within a head's first dimensions. ``q_zeros``: zeros. ``k`` and ``v``: E4M3
+    not. ``q_signs``: +-1, all alike within a head's first dimensions. ``q_zeros``: zeros. ``k`` and ``v``, by dtype:
     ``[slots, MOST_KV_HEADS, 128]``.
     """
 
@@ -45,10 +53,8 @@ class Pools:
         self.q, self.q_normal, self.q_signs = (self._fused(x) for x in (rounded, normal, signs))
         self.q_zeros = self._fused(torch.zeros_like(normal))
         slots = (MAX_PAGES + OFFSETS) * LARGEST_PAGE
-        self.k, self.v = (
-            torch.randn(slots, MOST_KV_HEADS, HEAD_DIM, generator=random).to(torch.float8_e4m3fn).to(device)
-            for _ in range(2)
-        )
+        keys, values = (torch.randn(slots, MOST_KV_HEADS, HEAD_DIM, generator=random) for _ in range(2))
+        self.k, self.v = ({dtype: x.to(dtype).to(device) for dtype in BITS} for x in (keys, values))
         self.level_dims = (torch.arange(HEAD_DIM) < LEVEL_DIMS).float().to(device)
         self.in_page = torch.arange(LARGEST_PAGE, dtype=torch.int32, device=device)
 
@@ -67,7 +73,7 @@ class Tensors:
     scales: dict[str, float | torch.Tensor | None]
     """``sm_scale``, ``k_scale`` and ``v_scale``."""
     k_clean: torch.Tensor
-    """E4M3 ``[slots, kv_heads, 128]``: ``k_cache`` without the garbage in cells that belong to no token."""
+    """``[slots, kv_heads, head_dim]``: ``k_cache`` without the garbage in cells that belong to no token."""
     v_clean: torch.Tensor
     page_base: torch.Tensor
     """int32 ``[tokens]``: number of the first logical page of the token's request among all requests' pages."""
@@ -128,14 +134,14 @@ def build(call: Call, pools: Pools) -> Tensors:
 
     special = {"flat": pools.q_zeros, "levels": pools.q_signs, "rounded": pools.q_normal}
     source, (q_at, k_at, v_at) = special.get(call.style, pools.q), call.offsets
-    heads = kv_heads * RATIO
-    q = source[q_at : q_at + tokens, : heads * HEAD_DIM].unflatten(1, (heads, HEAD_DIM))
+    heads, head_dim, dtype = kv_heads * call.shape.ratio, call.shape.head_dim, call.shape.cache_dtype
+    q = source[q_at : q_at + tokens, : heads * HEAD_DIM].unflatten(1, (heads, HEAD_DIM))[:, :, :head_dim]
     slots = call.pool_pages * page_size
-    k_clean = pools.k[k_at * page_size :][:slots, :kv_heads]
-    v_clean = pools.v[v_at * page_size :][:slots, :kv_heads]
+    k_clean = pools.k[dtype][k_at * page_size :][:slots, :kv_heads, :head_dim]
+    v_clean = pools.v[dtype][v_at * page_size :][:slots, :kv_heads, :head_dim]
     if call.style == "levels":
-        level = on_device["levels"].float()[:, None, None, None] * pools.level_dims
-        k_clean = level.expand(-1, page_size, kv_heads, -1).flatten(0, 1).to(torch.float8_e4m3fn)
+        level = on_device["levels"].float()[:, None, None, None] * pools.level_dims[:head_dim]
+        k_clean = level.expand(-1, page_size, kv_heads, -1).flatten(0, 1).to(dtype)
     foreign = (within >= on_device["valid"][:, None]).flatten()[:, None, None]
     caches = [_cache(clean, foreign, call) for clean in (k_clean, v_clean)]
     scales = on_device["scales"].view(torch.float32)
@@ -173,13 +179,13 @@ def _upload(parts: dict[str, np.ndarray], device: torch.device) -> dict[str, tor
 
 def _cache(clean: torch.Tensor, foreign: torch.Tensor, call: Call) -> torch.Tensor:
     """The cache with garbage in the cells that belong to nobody, in the call's layout (gaps hold garbage too)."""
-    data = clean.view(torch.uint8).masked_fill(foreign, call.garbage)
+    garbage = _GARBAGE[clean.dtype][call.garbage]
+    data = clean.view(BITS[clean.dtype]).masked_fill(foreign, garbage)
     slots, heads, dim = data.shape
     if call.cache_layout == "wider":
-        wide = data.new_full((slots, heads + 1, dim + 64), call.garbage)[:, :heads, :dim]
-        data = wide.copy_(data)
+        data = data.new_full((slots, heads + 1, dim + 64), garbage)[:, :heads, :dim].copy_(data)
     elif call.cache_layout == "heads apart":
         data = data.transpose(0, 1).contiguous().transpose(0, 1)
     else:
         data = data.contiguous()
-    return data.view(torch.float8_e4m3fn)
+    return data.view(clean.dtype)

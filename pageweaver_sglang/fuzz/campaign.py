@@ -28,6 +28,7 @@ class Settings:
         jobs: processes.
         device: ``cuda`` or ``cpu``.
         largest: see :func:`.draw.draw_call`.
+        variants: likewise; None for all that run on the device.
         batch: calls between two looks at what the device has found; 1 shows which call breaks the device.
         seconds: stop after so long even with calls left; None: never.
         patience: seconds without word from any process after which the campaign gives up.
@@ -38,6 +39,7 @@ class Settings:
     jobs: int = 8
     device: str = "cuda"
     largest: int = 12_000
+    variants: tuple[str, ...] | None = None
     batch: int = 32
     seconds: float | None = None
     patience: float = 120.0
@@ -60,15 +62,15 @@ class Tally:
     features: collections.Counter[str] = field(default_factory=collections.Counter)
     failures: list[Failure] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
-    """Largest error of a row in units of its bound, by what Q and K are like."""
+    """Largest error of a row in units of its bound, by engine and by what Q and K are like."""
 
     def add(self, other: Tally) -> None:
         """Count another tally's calls too."""
         self.calls += other.calls
         self.features += other.features
         self.failures += other.failures
-        for style, ratio in other.largest.items():
-            self.largest[style] = max(ratio, self.largest.get(style, 0.0))
+        for kind, ratio in other.largest.items():
+            self.largest[kind] = max(ratio, self.largest.get(kind, 0.0))
 
 
 class DeviceLost(Exception):
@@ -100,7 +102,8 @@ def run_block(trials: Any, first: int, count: int, batch: int, thorough: bool) -
         ):
             tally.calls += 1
             tally.features.update((*call.features, *verdict.features))
-            tally.largest[call.style] = max(tally.largest.get(call.style, 0.0), ratio)
+            kind = f"{call.variant}, {call.style}"
+            tally.largest[kind] = max(tally.largest.get(kind, 0.0), ratio)
             if wrong or different or verdict.problems:
                 seen = [f"{int(wrong)} rows beyond their bound"] if wrong else []
                 seen += (
@@ -147,7 +150,8 @@ def _work(number: int, settings: Settings, taken: Any, messages: Any) -> None:
         from .trial import Trials
 
         torch.set_num_threads(1)
-        trials = Trials(settings.device, largest=settings.largest)
+        trials = Trials(settings.device, largest=settings.largest, variants=settings.variants)
+        trials.compile(number, settings.jobs)
         messages.put(("ready", number, None))
         first_block = True
         while True:
@@ -244,17 +248,17 @@ def coverage(tally: Tally) -> dict[str, dict[str, int]]:
 
 def report(settings: Settings, tally: Tally, times: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
     """Everything, ready for JSON."""
-    from .dense import FLOAT64, FP8
+    from .variants import FLOAT64, VARIANTS
 
-    arithmetic = FP8 if settings.device == "cuda" else FLOAT64
+    bounds = {name: one.arithmetic for name, one in VARIANTS.items()} if settings.device == "cuda" else {"cpu": FLOAT64}
     return {
         "environment": environment,
         "settings": asdict(settings),
         "passed": tally.calls > 0 and not tally.failures,
         "calls": tally.calls,
         **times,
-        "bounds": asdict(arithmetic),
-        "largest_error_in_bounds": {style: round(ratio, 4) for style, ratio in sorted(tally.largest.items())},
+        "bounds": {name: asdict(arithmetic) for name, arithmetic in bounds.items()},
+        "largest_error_in_bounds": {kind: round(ratio, 4) for kind, ratio in sorted(tally.largest.items())},
         "failures": [asdict(failure) for failure in tally.failures],
         "coverage": coverage(tally),
     }

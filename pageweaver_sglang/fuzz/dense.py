@@ -10,36 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .build import HEAD_DIM, RATIO, Tensors
+from .build import BITS, Tensors
 from .draw import Call
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """How an engine rounds, as far as a bound on its error must know; all relative, at most.
-
-    Attributes:
-        weights: error of a softmax weight.
-        exact_weights: the same where every weight is a number that the engine holds exactly.
-        q: error of a weight that rounding Q makes, per unit of a logit's standard deviation.
-        output: error of a row that rounding its elements makes.
-        sums: error of a row that adding up the values makes, per page that it sees.
-    """
-
-    weights: float
-    exact_weights: float
-    q: float
-    output: float
-    sums: float
-
-
-# E4M3 has 3 bits behind the point: a weight is off by 1/17 of itself at most. Rows of V are not quite orthogonal, so
-# that errors of two weights can add up to a little more than the root of their squares: a third is added. Q is off by
-# 2.6 % (root of the mean square), a logit of deviation 1 by as much, here times 6. Tensor cores truncate sums of FP8
-# products to some 14 bits, four times a page and more.
-FP8 = Arithmetic(weights=0.08, exact_weights=0.004, q=0.15, output=0.006, sums=0.002)
-# The reference engine: float64, rounded to BF16 at the end (half a unit of 8 bits).
-FLOAT64 = Arithmetic(weights=1e-9, exact_weights=1e-9, q=0.0, output=0.004, sums=0.0)
+from .variants import Arithmetic
 
 
 @dataclass(frozen=True)
@@ -47,7 +20,7 @@ class Expected:
     """What a call must give."""
 
     out: torch.Tensor
-    """float64 ``[tokens, q_heads, 128]``."""
+    """float64 ``[tokens, q_heads, head_dim]``."""
     bound: torch.Tensor
     """float64 ``[tokens, q_heads]``: how large the norm of a row's error may be."""
 
@@ -58,19 +31,13 @@ def expected(call: Call, tensors: Tensors, arithmetic: Arithmetic) -> Expected:
     A row's bound is ``weights * sqrt(sum of (p_j |v_j|)^2) + (output + pages * sums) * |out|``: errors of different
     weights are independent, and add up like their squares. A row that sees nothing has the bound 0.
     """
-    kv_heads, tokens = call.kv_heads, call.tokens
+    kv_heads, tokens, ratio = call.kv_heads, call.tokens, call.shape.ratio
     seen = visible(tensors, call.page_size)  # [kv_heads, tokens, keys]
-    q = (
-        tensors.arguments["q"]
-        .double()
-        .view(tokens, kv_heads, RATIO, HEAD_DIM)
-        .permute(1, 0, 2, 3)
-        .reshape(kv_heads, tokens * RATIO, HEAD_DIM)
-    )
+    q = tensors.arguments["q"].double().unflatten(1, (kv_heads, ratio)).permute(1, 0, 2, 3).flatten(1, 2)
     k, v = (_keys(cache, tensors.physical, call.page_size) for cache in (tensors.k_clean, tensors.v_clean))
 
-    scale = (HEAD_DIM**-0.5 if call.sm_scale is None else call.sm_scale) * _factor(call.k_scale)
-    scores = (q @ k.transpose(1, 2)).mul_(scale).view(kv_heads, tokens, RATIO, k.shape[1])
+    scale = (call.shape.head_dim**-0.5 if call.sm_scale is None else call.sm_scale) * _factor(call.k_scale)
+    scores = (q @ k.transpose(1, 2)).mul_(scale).view(kv_heads, tokens, ratio, k.shape[1])
     scores.masked_fill_(~seen[:, :, None], -torch.inf)
     # A row that sees nothing has only -inf: a finite maximum turns its weights to zeros.
     scores -= scores.amax(dim=3, keepdim=True).clamp(min=-1e300)
@@ -79,12 +46,12 @@ def expected(call: Call, tensors: Tensors, arithmetic: Arithmetic) -> Expected:
     total.masked_fill_(total == 0, 1.0)
     out = weights @ v / total
     spread = (weights.square_() @ v.square().sum(dim=2, keepdim=True)).sqrt_() / total
-    pages = seen.unflatten(2, (-1, call.page_size)).any(dim=3).sum(dim=2).repeat_interleave(RATIO, dim=1)[..., None]
+    pages = seen.unflatten(2, (-1, call.page_size)).any(dim=3).sum(dim=2).repeat_interleave(ratio, dim=1)[..., None]
     of_row = arithmetic.output + arithmetic.sums * pages
     error = call_weights(call, arithmetic) * spread + of_row * out.norm(dim=2, keepdim=True)
 
     def by_token(x: torch.Tensor) -> torch.Tensor:
-        x = x.view(kv_heads, tokens, RATIO, x.shape[2]).transpose(0, 1).flatten(1, 2)
+        x = x.view(kv_heads, tokens, ratio, x.shape[2]).transpose(0, 1).flatten(1, 2)
         return x * _factor(call.v_scale)
 
     return Expected(out=by_token(out), bound=by_token(error).abs().squeeze(2))
@@ -111,9 +78,9 @@ def visible(tensors: Tensors, page_size: int) -> torch.Tensor:
 
 
 def _keys(cache: torch.Tensor, physical: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The cells of all logical pages in order, float64 ``[kv_heads, keys, 128]``."""
-    pages = cache.view(torch.uint8).unflatten(0, (-1, page_size)).index_select(0, physical)
-    return pages.permute(2, 0, 1, 3).flatten(1, 2).contiguous().view(torch.float8_e4m3fn).double()
+    """The cells of all logical pages in order, float64 ``[kv_heads, keys, head_dim]``."""
+    pages = cache.view(BITS[cache.dtype]).unflatten(0, (-1, page_size)).index_select(0, physical)
+    return pages.permute(2, 0, 1, 3).flatten(1, 2).contiguous().view(cache.dtype).double()
 
 
 def _factor(scale: float | None) -> float:

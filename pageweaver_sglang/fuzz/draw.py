@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .variants import E4M3, VARIANTS, Shape
+
 MAX_TOKENS = 400
 """Query tokens of a call, without its padding rows."""
 MAX_PADDING = 75
@@ -35,8 +37,10 @@ class Call:
     """One call, by value; everything that :mod:`.build` and :mod:`.trial` need."""
 
     seed: int
+    variant: str
+    """A key of :data:`.variants.VARIANTS`."""
+    shape: Shape
     kv_heads: int
-    page_size: int
     lengths: np.ndarray
     """int64 ``[requests]``, chunk of each."""
     prefixes: np.ndarray
@@ -56,8 +60,8 @@ class Call:
     """Positions of ``req_to_token``."""
     behind: int
     """What ``req_to_token`` holds behind the end of a sequence."""
-    garbage: int
-    """Byte in all cells of the caches that belong to no token: E4M3 NaN, the largest number, or zero."""
+    garbage: str
+    """What all cells of the caches hold that belong to no token: a NaN, 448 (E4M3's largest number) or 0."""
     levels: np.ndarray
     """int64 ``[pool_pages]``, of style ``levels``."""
     style: str
@@ -71,14 +75,13 @@ class Call:
     slot_ids_int32: bool
     q_layout: str
     cache_layout: str
-    engine: str
     config: dict[str, object]
     output: str
     """Where the result goes: ``new``, ``out`` or ``workspace``."""
     tiles: str
-    """Where the value tiles lie: ``own`` (the call's or the workspace's) or ``given``."""
+    """Where the value tiles lie: ``own`` (the call's or the workspace's), ``given``, or ``none`` are used."""
     twin: bool
-    """Whether the other FP8 engine must give the same bits."""
+    """Whether the variant's twin, where it has one, must give the same bits."""
     orders: bool
     """Whether ``regroup`` and ``prepare_unions`` are compared bit for bit."""
     cross_check: bool
@@ -94,6 +97,11 @@ class Call:
         return self.topk_idx.shape[1]
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.shape.page_size
+
+    @property
     def k(self) -> int:
         """Picks of a query."""
         return self.topk_idx.shape[2]
@@ -101,7 +109,8 @@ class Call:
     @property
     def logit_size(self) -> float:
         """Standard deviation of a logit when elements of Q and K have the deviation 1."""
-        return (128**-0.5 if self.sm_scale is None else self.sm_scale) * (self.k_scale or 1.0) * 128**0.5
+        head_dim = self.shape.head_dim
+        return (head_dim**-0.5 if self.sm_scale is None else self.sm_scale) * (self.k_scale or 1.0) * head_dim**0.5
 
     @property
     def exact(self) -> bool:
@@ -109,13 +118,15 @@ class Call:
         return self.style in EXACT_STYLES
 
 
-def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), largest: int = LARGEST) -> Call:
-    """Draw the call of ``seed``; other ``engines`` or another ``largest`` make another call of it."""
+def draw_call(seed: int, variants: tuple[str, ...] = tuple(VARIANTS), largest: int = LARGEST) -> Call:
+    """Draw the call of ``seed``; other ``variants`` or another ``largest`` make another call of it."""
     rng = np.random.default_rng(seed)
-    engine = _pick(rng, engines)
+    variant = _pick(rng, variants)
+    tried = VARIANTS[variant]
+    shape = _pick(rng, tried.shapes)
     kv_heads = _pick(rng, (1, 2, 3, 4), (0.4, 0.25, 0.1, 0.25))
-    k = 16 if rng.random() < 0.5 else int(rng.integers(1, 17))
-    page_size = 128
+    k = shape.k or (16 if rng.random() < 0.5 else int(rng.integers(1, 17)))
+    page_size = shape.page_size
 
     requests = _pick(rng, (1, 2, 3, 4, 5), (0.35, 0.25, 0.15, 0.15, 0.1))
     lengths, chunk_kinds = _chunks(rng, requests)
@@ -146,14 +157,17 @@ def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), larges
     style = _pick(rng, STYLES, (0.5, 0.1, 0.1, 0.12, 0.18))
     k_scale = None if rng.random() < 0.5 else _float32(2 ** rng.uniform(-4, 4))
     v_scale = None if rng.random() < 0.5 else _float32(_pick(rng, (1, -1), (0.9, 0.1)) * 2 ** rng.uniform(-6, 6))
-    sm_scale = _sm_scale(rng, style, k_scale)
+    sm_scale = _sm_scale(rng, style, k_scale, shape.head_dim)
     scale_kind = {None: "none", True: "tensor", False: "float"}
-    k_tensor, v_tensor = bool(rng.random() < 0.5), bool(rng.random() < 0.5)
+    k_tensor = bool(rng.random() < 0.5)
+    v_tensor = k_tensor if tried.compiled_apart else bool(rng.random() < 0.5)
+    if tried.compiled_apart and k_tensor:  # none and a float are the same code, a tensor is not
+        k_scale, v_scale = k_scale or 1.0, v_scale or 1.0
 
     mode = _pick(rng, ("pageweaver", "union8"), (0.75, 0.25))
     config: dict[str, object] = {
         "mode": mode,
-        "engine": engine,
+        **tried.config,
         "window": _pick(rng, (64, 128)),
         "guard": _pick(rng, ("window", "none")),
         "overflow": _pick(rng, ("rename", "original"), (0.7, 0.3)),
@@ -161,8 +175,9 @@ def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), larges
     }
     call = Call(
         seed=seed,
+        variant=variant,
+        shape=shape,
         kv_heads=kv_heads,
-        page_size=page_size,
         lengths=lengths,
         prefixes=prefixes,
         sequences=sequences,
@@ -174,7 +189,7 @@ def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), larges
         table_rows=table_rows,
         columns=columns,
         behind=_pick(rng, (0, -1, INT32_MAX, INT32_MIN, pool_pages * page_size, int(rng.integers(0, 500)))),
-        garbage=_pick(rng, (0x7F, 0xFF, 0x7E, 0x00), (0.5, 0.2, 0.2, 0.1)),
+        garbage=_pick(rng, ("NaN", "-NaN", "448", "0"), (0.5, 0.2, 0.2, 0.1)),
         levels=rng.integers(0, LEVELS, pool_pages),
         style=style,
         offsets=tuple(int(value) for value in rng.integers(0, 128, 3)),
@@ -186,10 +201,9 @@ def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), larges
         slot_ids_int32=bool(rng.random() < 0.3),
         q_layout=_pick(rng, ("fused", "contiguous"), (0.6, 0.4)),
         cache_layout=_pick(rng, ("contiguous", "wider", "heads apart"), (0.6, 0.2, 0.2)),
-        engine=engine,
         config=config,
         output=_pick(rng, ("new", "out", "workspace"), (0.4, 0.2, 0.4)),
-        tiles=_pick(rng, ("own", "given"), (0.8, 0.2)),
+        tiles=_pick(rng, ("own", "given"), (0.8, 0.2)) if tried.value_tiles else "none",
         twin=bool(rng.random() < 1 / 8),
         orders=bool(rng.random() < 1 / 16),
         cross_check=bool(rng.random() < 1 / 1000),
@@ -197,10 +211,13 @@ def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), larges
         features=(),
     )
     features = {
-        "engine": [engine],
-        **{name: [str(value)] for name, value in config.items() if name not in ("engine", "capacity")},
+        "engine": [variant],
+        **{name: [str(config[name])] for name in ("mode", "window", "guard", "overflow")},
         "capacity": ["512" if config["capacity"] == 512 else "1-32"],
         "KV heads": [str(kv_heads)],
+        "heads per KV head": [str(shape.ratio)],
+        "head dim": [str(shape.head_dim)],
+        "KV cache": ["FP8" if shape.cache_dtype == E4M3 else "BF16"],
         "k": [str(k)],
         "page size": [str(page_size)],
         "requests": [str(requests)],
@@ -212,7 +229,7 @@ def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), larges
         "sequence": ["cut before the last query" if cut else "ends with the chunk"],
         "padding": ["yes" if padding else "no"],
         "contents": [style],
-        "foreign cells": [{0x7F: "NaN", 0xFF: "-NaN", 0x7E: "448", 0: "0"}[call.garbage]],
+        "foreign cells": [call.garbage],
         "q": [call.q_layout],
         "caches": [call.cache_layout],
         "sm_scale": ["none" if sm_scale is None else "float"],
@@ -220,7 +237,7 @@ def draw_call(seed: int, engines: tuple[str, ...] = ("stream", "union8"), larges
         "v_scale": [scale_kind[None if v_scale is None else v_tensor] + (" < 0" if (v_scale or 0) < 0 else "")],
         "slot_ids": ["int32" if call.slot_ids_int32 else "int64"],
         "output": [call.output],
-        "value tiles": [call.tiles if engine == "stream" else "none"],
+        "value tiles": [call.tiles],
     }
     object.__setattr__(call, "features", tuple(f"{name}={one}" for name, values in features.items() for one in values))
     return call
@@ -337,8 +354,8 @@ def _ids(
     return np.concatenate([ids, rng.integers(0, 3, (kv_heads, padding, k))], axis=1)
 
 
-def _sm_scale(rng: np.random.Generator, style: str, k_scale: float | None) -> float | None:
-    """The scale that gives logits of the style's size; None stands for ``128 ** -0.5``, logits of about 1."""
+def _sm_scale(rng: np.random.Generator, style: str, k_scale: float | None, head_dim: int) -> float | None:
+    """The scale that gives logits of the style's size; None stands for ``head_dim ** -0.5``, logits of about 1."""
     if style == "levels":
         return _float32(np.log(2) / 64 / (k_scale or 1.0))
     if style == "flat":
@@ -346,4 +363,4 @@ def _sm_scale(rng: np.random.Generator, style: str, k_scale: float | None) -> fl
     if style == "random" and k_scale is None and rng.random() < 0.5:
         return None
     size = 2 ** rng.uniform(*{"random": (-2, 0.5), "rounded": (-2, -0.5), "sharp": (1, 3)}[style])
-    return _float32(size * 128**-0.5 / (k_scale or 1.0))
+    return _float32(size * head_dim**-0.5 / (k_scale or 1.0))

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.cuda import support
 
 from . import orders, refusals
-from .build import RATIO, Pools, Tensors, build
-from .dense import FLOAT64, FP8, Arithmetic, Expected, expected
+from .build import Pools, Tensors, build
+from .dense import Expected, expected
 from .draw import MAX_PADDING, MAX_TOKENS, Call, draw_call
-
-ENGINES = ("stream", "union8")
-"""Engines whose calls are drawn on CUDA; they give the same bits. On the CPU the reference engine serves them all."""
+from .variants import FLOAT64, VARIANTS, Arithmetic, available
 
 MOST_REQUESTS = 5
 _KEPT = 12
@@ -52,28 +51,54 @@ class Trials:
     Args:
         device: ``cuda`` or ``cpu``.
         largest: see :func:`.draw.draw_call`.
+        variants: likewise; None for all that run on the device.
         pools: of that device; None makes them.
         alone: make every call with fresh buffers, and compare everything that can be compared.
     """
 
     def __init__(
-        self, device: torch.device | str, *, largest: int, pools: Pools | None = None, alone: bool = False
+        self,
+        device: torch.device | str,
+        *,
+        largest: int,
+        variants: tuple[str, ...] | None = None,
+        pools: Pools | None = None,
+        alone: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.largest = largest
+        self.variants = available(self.device) if variants is None else variants
         self.alone = alone
         self.pools = pools or Pools(self.device)
         self._workspaces: collections.OrderedDict[Any, pw.Workspace] = collections.OrderedDict()
         self._tiles: collections.OrderedDict[Any, pw.ValueTiles] = collections.OrderedDict()
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """How this device's engines round."""
-        return FP8 if self.device.type == "cuda" else FLOAT64
+    def draw(self, seed: int) -> Call:
+        """The call of a seed."""
+        return draw_call(seed, self.variants, self.largest)
+
+    def arithmetic(self, call: Call) -> Arithmetic:
+        """How the engine of a call rounds on this device."""
+        return VARIANTS[call.variant].arithmetic if self.device.type == "cuda" else FLOAT64
+
+    def compile(self, number: int, jobs: int) -> None:
+        """Make one call of every kind that is compiled apart, where this is process ``number`` of ``jobs``: its share.
+
+        The processes find each other's results in Triton's cache.
+        """
+        kinds = {}
+        for name in self.variants:
+            if self.device.type == "cuda" and VARIANTS[name].compiled_apart:
+                for seed in range(1000):
+                    call = draw_call(seed, (name,), 100)
+                    if call.tokens:
+                        kinds.setdefault((name, call.shape, call.k_scale_tensor), call)
+        for call in list(kinds.values())[number::jobs]:
+            self._attend(call, build(call, self.pools))
 
     def run(self, seed: int, *, thorough: bool = False) -> tuple[Call, Verdict]:
         """Draw, make and judge the call of a seed; ``thorough`` compares everything that can be compared."""
-        call = draw_call(seed, ENGINES, self.largest)
+        call = self.draw(seed)
         thorough = thorough or self.alone
         problems, features = [], []
         tensors = build(call, self.pools)
@@ -81,13 +106,14 @@ class Trials:
             name, problem = refusals.refused(tensors, call.invalid)
             features.append(f"refused={name}")
             problems += [problem] if problem else []
-        wanted = expected(call, tensors, self.arithmetic)
+        wanted = expected(call, tensors, self.arithmetic(call))
         out = self._attend(call, tensors)
         wrong, ratio = judge(out, wanted)
         different = None
-        if call.twin or thorough:
+        twin_of = VARIANTS[call.variant].twin
+        if twin_of is not None and (call.twin or thorough):
             features.append("compared=other engine")
-            twin = self._attend(call, tensors, engine=next(name for name in ENGINES if name != call.engine))
+            twin = self._attend(call, tensors, variant=twin_of)
             different = (out.view(torch.int16) != twin.view(torch.int16)).any()
         if call.orders or thorough:
             features.append("compared=orders and unions")
@@ -99,21 +125,21 @@ class Trials:
 
     def explain(self, seed: int) -> list[str]:
         """Make the call of a seed again, alone in fresh buffers, and say what is wrong with it; empty: nothing is."""
-        trials = Trials(self.device, largest=self.largest, pools=self.pools, alone=True)
+        trials = Trials(self.device, largest=self.largest, variants=self.variants, pools=self.pools, alone=True)
         call, verdict = trials.run(seed)
         problems = list(verdict.problems)
         if int(verdict.wrong):
             tensors = build(call, self.pools)
             out = trials._attend(call, tensors)
-            problems += describe_rows(out, expected(call, tensors, self.arithmetic))
+            problems += describe_rows(out, expected(call, tensors, self.arithmetic(call)))
         if verdict.different is not None and bool(verdict.different):
             problems.append("the engines' outputs differ in some bits")
         return problems
 
-    def _attend(self, call: Call, tensors: Tensors, engine: str | None = None) -> torch.Tensor:
-        """Make the call; another ``engine`` gets buffers of its own. The output's memory is NaN before."""
-        config = pw.Config(**{**call.config, "engine": engine or call.engine})
-        output = call.output if engine is None else "out"
+    def _attend(self, call: Call, tensors: Tensors, variant: str | None = None) -> torch.Tensor:
+        """Make the call; another ``variant`` gets buffers of its own. The output's memory is NaN before."""
+        config = pw.Config(**{**call.config, **VARIANTS[variant or call.variant].config})
+        output = call.output if variant is None else "out"
         options: dict[str, Any] = dict(tensors.scales)
         if output == "workspace":
             options["workspace"] = self._workspace(call)
@@ -121,23 +147,29 @@ class Trials:
         elif output == "out":
             like = tensors.arguments["q"]
             options["out"] = torch.full(like.shape, float("nan"), dtype=like.dtype, device=like.device)
-        if call.tiles == "given" and engine is None:
+        if call.tiles == "given" and variant is None:
             options["value_tiles"] = self._value_tiles(call)
         return pw.sparse_prefill(**tensors.arguments, **options, page_size=call.page_size, config=config)
 
     def _workspace(self, call: Call) -> pw.Workspace:
+        engine, shape, window = str(call.config["engine"]), call.shape, int(str(call.config["window"]))
+        group_size = support.union_group_size(engine, shape.ratio)
+
         def make() -> pw.Workspace:
             return pw.Workspace(
                 MAX_TOKENS + MAX_PADDING,
                 MOST_REQUESTS,
                 kv_heads=call.kv_heads,
                 topk=call.k,
-                q_heads=call.kv_heads * RATIO,
-                window=int(str(call.config["window"])),
+                q_heads=call.kv_heads * shape.ratio,
+                window=window,
+                group_size=group_size,
+                head_dim=shape.head_dim,
                 device=self.device,
             )
 
-        return self._kept(self._workspaces, (call.kv_heads, call.k, call.config["window"]), make)
+        key = (call.kv_heads, call.k, window, group_size, shape.ratio, shape.head_dim)
+        return self._kept(self._workspaces, key, make)
 
     def _value_tiles(self, call: Call) -> pw.ValueTiles:
         def make() -> pw.ValueTiles:
@@ -177,7 +209,7 @@ def describe_rows(out: torch.Tensor, wanted: Expected, most: int = 5) -> list[st
 
 def cross_check(call: Call, tensors: Tensors) -> list[str]:
     """Compare the dense attention with the reference engine. Waits for the device."""
-    dense = expected(call, tensors, FP8).out
+    dense = expected(call, tensors, FLOAT64).out
     arguments = {name: value.cpu() for name, value in tensors.arguments.items()}
     arguments["q"] = arguments["q"].double()  # so that the result is not rounded
     scales = {name: float(value) if value is not None else None for name, value in tensors.scales.items()}

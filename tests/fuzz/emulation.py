@@ -9,6 +9,9 @@ import torch
 from pageweaver_sglang.fuzz.build import RATIO, Tensors
 from pageweaver_sglang.fuzz.draw import Call
 
+FP8_ENGINES = ("stream", "union8")
+"""Variants whose arithmetic this is; pages of 128 tokens and 16 query heads per KV head."""
+
 
 def emulate(call: Call, tensors: Tensors, seed: int = 0) -> torch.Tensor:
     """Token by token: Q rounded to E4M3 with the best of three scales; softmax weights 64 to 448 times as large as a
@@ -55,10 +58,10 @@ def visible_cells(call: Call, tensors: Tensors, token: int, head: int) -> list[i
     return cells
 
 
-def picked(tensors: Tensors, token: int, head: int) -> list[int]:
+def picked(tensors: Tensors, token: int, head: int, page_size: int = 128) -> list[int]:
     """Pages that a token picked and sees something of."""
     ids = tensors.arguments["topk_idx"][head, token].tolist()
-    count = min(int(tensors.page_count[token]), int(tensors.limit[token]) // 128 + 1)
+    count = min(int(tensors.page_count[token]), int(tensors.limit[token]) // page_size + 1)
     return sorted({page for page in ids if 0 <= page < count})
 
 

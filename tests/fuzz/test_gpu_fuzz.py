@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from pageweaver_sglang.fuzz import campaign, refusals
-from pageweaver_sglang.fuzz.build import build
-from pageweaver_sglang.fuzz.dense import FP8, expected
+from pageweaver_sglang.fuzz.build import BITS, build
+from pageweaver_sglang.fuzz.dense import expected
 from pageweaver_sglang.fuzz.draw import EXACT_STYLES, draw_call
 from pageweaver_sglang.fuzz.trial import Trials, judge
+from pageweaver_sglang.fuzz.variants import FP8, VARIANTS
 
-from .emulation import emulate, picked, with_ids
+from .emulation import FP8_ENGINES, emulate, picked, with_ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -35,8 +36,8 @@ def test_the_same_call_on_both_devices(trials):
         here, there = build(call, on_cpu.pools), build(call, trials.pools)
         for name, value in here.arguments.items():
             other = there.arguments[name].cpu()
-            if value.dtype == torch.float8_e4m3fn:
-                value, other = value.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+            if value.dtype in BITS:
+                value, other = (x.contiguous().view(BITS[x.dtype]) for x in (value, other))
             assert torch.equal(value, other), name
         torch.testing.assert_close(
             expected(call, here, FP8).out, expected(call, there, FP8).out.cpu(), rtol=1e-9, atol=1e-9
@@ -45,37 +46,42 @@ def test_the_same_call_on_both_devices(trials):
 
 def test_the_emulation_rounds_as_the_kernels_do(trials):
     """What the check is tested with on the CPU is as far from the exact output as the kernels are."""
-    for seed in (s for s in range(60) if draw_call(s, largest=3000).style == "random"):
-        call = draw_call(seed, largest=3000)
+    for seed in range(60):
+        call = draw_call(seed, FP8_ENGINES, 3000)
+        if call.style != "random" or call.tokens <= 20:
+            continue
         tensors = build(call, trials.pools)
         wanted = expected(call, tensors, FP8)
         errors = []
         for out in (trials._attend(call, tensors), emulate(call, build(call, Trials("cpu", largest=3000).pools))):
             errors.append(float((out.double().cpu() - wanted.out.cpu()).norm()))
-        if errors[1] > 0 and call.tokens > 20:
+        if errors[1] > 0:
             assert 0.8 < errors[0] / errors[1] < 1.25
             return
     raise AssertionError("no such call")
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("style", ["random", *EXACT_STYLES])
-def test_planted_mistakes_are_found(trials, style):
+def test_planted_mistakes_are_found(trials, style, variant):
     found = 0
     for seed in range(400):
-        call = draw_call(seed, largest=3000)
+        call = draw_call(seed, (variant,), 3000)
         if call.style != style or call.tokens < 8 or call.padding:
             continue
         tensors = build(call, trials.pools)
-        wanted = expected(call, tensors, FP8)
+        wanted = expected(call, tensors, VARIANTS[variant].arithmetic)
         token = call.tokens // 2
-        pages = picked(tensors, token, 0)
-        if len(pages) > 1 and (pages[0] + 1) * 128 <= int(tensors.limit[token]):
-            out = trials._attend(call, with_ids(tensors, token, 0, pages[1:]), engine=call.engine)
+        pages = picked(tensors, token, 0, call.page_size)
+        if len(pages) > 1 and (pages[0] + 1) * call.page_size <= int(tensors.limit[token]):
+            out = trials._attend(call, with_ids(tensors, token, 0, pages[1:]))
             assert int(judge(out, wanted)[0]) > 0, seed
             found += 1
         # The first request's queries one token further on; the first of them then sees a token more of its own page.
         position = int(tensors.limit[0])
-        one_more = position // 128 in picked(tensors, 0, 0) and (position + 1) % 128
+        one_more = (
+            position // call.page_size in picked(tensors, 0, 0, call.page_size) and (position + 1) % call.page_size
+        )
         if style in EXACT_STYLES and one_more and position + 1 < call.sequences[0]:
             ahead = tensors.arguments["prefix_lens"].clone()
             ahead[0] += 1
