@@ -290,6 +290,7 @@ def _look_at_sglang(diagnosis: Diagnosis, config: Config | None) -> None:
         problems = compat.verify_seams()
         version = compat.sglang_version()
         tested = compat.tested_version(version)
+        left_out = [graph for graph in ("breakable", "full") if compat.captures_sparse_attention(graph)]
     except Exception as error:  # SGLang raises anything at import when it doesn't like the machine
         diagnosis.add("SGLang", version, f"SGLang {version} can't be imported here ({first_line(error)}).")
         return
@@ -297,6 +298,7 @@ def _look_at_sglang(diagnosis: Diagnosis, config: Config | None) -> None:
     refuse = f"The server would refuse to start: {compat.refusal(problems)}" if problems else None
     diagnosis.add("SGLang", version + note, refuse)
     diagnosis.add("seams", "changed" if problems else "all in place")
+    diagnosis.add("prefill graphs", f"served, except {' and '.join(left_out)}: prefill then runs without a CUDA graph")
     if config is not None and config.dense_backend is not None:
         try:
             options.dense_backends("pageweaver", None, None, config.dense_backend)

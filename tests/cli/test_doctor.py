@@ -34,6 +34,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "entry_point_visible", lambda: True)
     monkeypatch.setattr(compat, "verify_seams", lambda: [])
     monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.23")
+    monkeypatch.setattr(compat, "captures_sparse_attention", lambda graph: graph == "full")
     return compat
 
 
@@ -181,6 +182,13 @@ def test_sglang_that_cannot_be_imported(machine, monkeypatch):
     (problem,) = problems()
     assert "can't be imported" in problem
     assert "torchvision::nms" in problem
+
+
+@pytest.mark.parametrize(("captured", "words"), [({"full"}, "full"), ({"full", "breakable"}, "breakable and full")])
+def test_prefill_graphs(machine, monkeypatch, captured, words):
+    monkeypatch.setattr(machine, "captures_sparse_attention", lambda graph: graph in captured)
+    (found,) = [finding.found for finding in doctor.diagnose().findings if finding.name == "prefill graphs"]
+    assert found == f"served, except {words}: prefill then runs without a CUDA graph"
 
 
 def test_untested_sglang_is_no_problem(machine, monkeypatch):
