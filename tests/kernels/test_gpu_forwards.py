@@ -29,7 +29,7 @@ def make_batch(case) -> Batch:
 
 
 def make_step3(engine: str) -> Step3:
-    return Step3(pw.Config(engine=engine, on_error="raise"), pool_page_size=128)
+    return Step3(pw.Config(engine=engine, mode="pageweaver", on_error="raise"), pool_page_size=128)
 
 
 def arguments(case) -> dict:
