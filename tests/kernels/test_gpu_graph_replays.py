@@ -23,7 +23,7 @@ TOKENS, REQUESTS, ROWS = 384, 6, 9
 CONTEXT = 24 * PAGE
 POOL_PAGES = REQUESTS * CONTEXT // PAGE + 5
 CANARY_ROWS = 16
-FP8_NRMS = 0.04
+FP8_NRMS = 0.06  # of rounds with few tokens too, where little is averaged out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 
