@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .draw import LARGEST
+
 BLOCK = 64
 """Calls that a process makes before it tells of them; consecutive seeds."""
 _MOST_FAILURES = 50
@@ -38,7 +40,7 @@ class Settings:
     calls: int = 100_000
     jobs: int = 8
     device: str = "cuda"
-    largest: int = 12_000
+    largest: int = LARGEST
     variants: tuple[str, ...] | None = None
     batch: int = 32
     seconds: float | None = None

@@ -14,7 +14,7 @@ MAX_TOKENS = 400
 MAX_PADDING = 75
 MAX_PAGES = 100
 """Pages of the KV pool."""
-LARGEST = 12_000
+LARGEST = 6_000
 """Query tokens x KV heads x pages of one call, at most: what its comparison costs goes with it."""
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
