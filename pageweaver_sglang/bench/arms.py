@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.cuda import support
 
 from .inputs import Step3Inputs
 from .protocol import Arm, ArmUnavailable, first_line, raise_if_lost
@@ -130,8 +132,10 @@ class PublicArm(Arm):
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Build the kernels if need be and allocate the workspace."""
         self._sets = sets
-        pool_pages = _pool_pages(sets[0]) if self._config.engine == "stream" else None
-        self._space = _workspace(sets, self._config.window, 8, pool_pages)
+        first, engine = sets[0], self._config.engine
+        pool_pages = _pool_pages(first) if engine == "stream" else None
+        group_size = support.union_group_size(engine, first.q.shape[1] // first.k_cache.shape[1])
+        self._space = _workspace(sets, self._config.window, group_size, pool_pages)
 
     def call(self, index: int) -> torch.Tensor:
         """One ``sparse_prefill``."""
@@ -140,6 +144,52 @@ class PublicArm(Arm):
     def release(self) -> None:
         """Free the workspace."""
         del self._sets, self._space
+
+
+class PortableArm(PublicArm):
+    """The public call by the engine in Triton, which computes in 16 bits."""
+
+    max_nrms = 0.005
+
+    def __init__(self) -> None:
+        super().__init__(
+            "portable",
+            "regrouped inside windows of 64 while it runs, groups of 4, in Triton as on other GPUs (16-bit arithmetic)",
+            pw.Config(mode="pageweaver", engine="portable"),
+        )
+
+
+class Bf16CacheArm(Arm):
+    """Another arm on a BF16 KV cache of the same values.
+
+    Args:
+        arm: one that takes such a cache; its name gets the ending ``-bf16``.
+    """
+
+    cache_element_bytes = 2
+
+    def __init__(self, arm: Arm) -> None:
+        self._arm = arm
+        self.name, self.description = f"{arm.name}-bf16", f"{arm.description}, BF16 KV cache"
+        self.max_nrms = arm.max_nrms
+
+    def prepare(self, sets: Sequence[Step3Inputs]) -> None:
+        """Widen K and V, then prepare the arm."""
+        self.sets = [replace(s, k_cache=s.k_cache.bfloat16(), v_cache=s.v_cache.bfloat16()) for s in sets]
+        self._arm.prepare(self.sets)
+
+    def call(self, index: int) -> torch.Tensor:
+        """The arm's call."""
+        return self._arm.call(index)
+
+    def notes(self) -> dict[str, Any]:
+        """The arm's notes."""
+        return self._arm.notes()
+
+    def release(self) -> None:
+        """Free the copies and what the arm made."""
+        self._arm.release()
+        del self.sets
 
 
 class Stages:

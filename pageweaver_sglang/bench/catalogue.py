@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .arms import comparison_arms
+from .arms import Bf16CacheArm, NativeArm, PortableArm, comparison_arms
 from .offline_arms import OfflineArm, ReorderedArm
 from .orders import OFFLINE, FoundOrder
 from .peers.flashinfer import Fa2Arm, XqaArm
@@ -41,13 +41,19 @@ def catalogue(orders: dict[str, FoundOrder]) -> list[Entry]:
         Entry(XqaArm(), "per-query"),
         Entry(Fa2Arm(), "per-query"),
         *(Entry(arm, _count_key(name)) for name, arm in pageweaver.items()),
+        Entry(PortableArm(), "w64-4"),
         Entry(PagePairArm(), "page-pair", "control"),
     ]
     for name in OFFLINE:
         entries.append(Entry(OfflineArm(f"offline-{name}", _OFFLINE_TEXT[name], orders[name]), f"{name}-8", "offline"))
     moved = "the order of offline-w512 with Q and picks moved into it in the call, and the output moved back"
     entries.append(Entry(ReorderedArm(REORDERED, moved, orders["w512"]), "w512-8", "offline"))
-    return [*entries, Entry(NativeShortArm(), "per-query", "apart")]
+    return [
+        *entries,
+        Entry(NativeShortArm(), "per-query", "apart"),
+        Entry(Bf16CacheArm(NativeArm()), "per-query", "apart"),
+        Entry(Bf16CacheArm(PortableArm()), "w64-4", "apart"),
+    ]
 
 
 def _count_key(name: str) -> str:

@@ -45,12 +45,14 @@ class Arm(ABC):
     """One way to compute Step 3 (or one stage of it).
 
     ``max_nrms`` is the NRMS against float64 on normally distributed inputs above which ``pageweaver bench`` refuses to
-    time the arm; the default is for FP8 arithmetic.
+    time the arm; the default is for FP8 arithmetic. ``cache_element_bytes`` is the size of an element of K and V as the
+    arm reads them.
     """
 
     name: str
     description: str
     max_nrms: float = 0.05
+    cache_element_bytes: int = 1
 
     @abstractmethod
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:

@@ -169,7 +169,9 @@ def run_workload(
             "fidelity": figures.get(arm, {}),
             "counts": count,
             **columns,
-            "rates": None if best is None else rates(work, count["visits"], best["median"], ceilings),
+            "rates": None
+            if best is None
+            else rates(work, count["visits"], best["median"], ceilings, element_bytes=entry.arm.cache_element_bytes),
             "notes": notes.get(arm, {}),
         }
     _add_plan_time(arms)
@@ -224,7 +226,7 @@ def failures(
     wrong = [f"count {difference}" for difference in logical["differences"] or []]
     for entry in entries:
         name = entry.arm.name
-        ours = name.startswith(("union", "pageweaver", "offline"))
+        ours = name.startswith(("union", "pageweaver", "offline", "portable"))
         problem = arms[name]["unavailable"] or arms[name]["failed_columns"]
         if ours and problem:
             wrong.append(f"{name}: {problem}")

@@ -83,21 +83,33 @@ def pair_count(work: Work, plan: PairPlan) -> PageCount:
 
 
 def count_all(workload: pw.Workload, orders: dict[str, FoundOrder], plan: PairPlan) -> dict[str, PageCount]:
-    """Counts by key: ``per-query``, ``ORDER-8`` for every order, ``original-4`` and ``page-pair``."""
-    work = work_of(workload)
-    counts = {"per-query": per_query_count(work), "original-4": union_count(workload, None, 4)}
+    """Counts by key: ``per-query``, ``ORDER-8`` for every order, ``original-4``, ``w64-4`` and ``page-pair``."""
+    work, w = work_of(workload), workload
+    options = {"window": 64, "group_size": 4, "page_size": w.page_size, "guard": "window"}
+    fours = pw.regroup(w.topk_idx, w.cu_seqlens, w.prefix_lens, **options)
+    counts = {
+        "per-query": per_query_count(work),
+        "original-4": union_count(workload, None, 4),
+        "w64-4": union_count(workload, fours, 4),
+    }
     counts |= {f"{name}-8": union_count(workload, order.perm, 8) for name, order in orders.items()}
     return {**counts, "page-pair": pair_count(work, plan)}
 
 
 def rates(
-    work: Work, visits: int, milliseconds: float, ceilings: Mapping[str, Any] | None = None
+    work: Work,
+    visits: int,
+    milliseconds: float,
+    ceilings: Mapping[str, Any] | None = None,
+    *,
+    element_bytes: int = 1,
 ) -> dict[str, float | None]:
     """Bytes of K and V delivered to the cores, their rate, the rate of useful arithmetic, and shares of the ceilings.
 
     ``ceilings`` are those of :func:`..ceilings.measure_ceilings`; a share is None where its ceiling is.
+    ``element_bytes`` is the size of an element of K and V.
     """
-    delivered = visits * work.page_size * PAGE_BYTES_PER_TOKEN
+    delivered = visits * work.page_size * PAGE_BYTES_PER_TOKEN * element_bytes
     seconds = milliseconds / 1e3
     bandwidth, arithmetic = delivered / seconds / 1e12, work.flops / seconds / 1e12
     found: dict[str, float | None] = {
