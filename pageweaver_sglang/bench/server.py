@@ -63,9 +63,11 @@ class ServerProcess:
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[int, str] = {}
+        self._started = 0.0
 
     def __enter__(self) -> ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._started = time.monotonic()
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 self.command,
@@ -86,21 +88,29 @@ class ServerProcess:
         """The log so far."""
         return self.log.read_text(errors="replace")
 
-    def wait_ready(self, timeout: float) -> float:
-        """Wait for the ready line; returns the seconds it took. Raises :class:`ServerError`."""
+    def is_ready(self, timeout: float) -> bool:
+        """Whether the ready line is in the log.
+
+        Raises:
+            ServerError: the server has ended, or started more than ``timeout`` seconds ago.
+        """
         assert self._process is not None
-        start = time.monotonic()
-        while True:
-            self._members()  # notes descendants while their parents live
-            exit_code = self._process.poll()  # before the log is read, so that a last line is not missed
-            waited = time.monotonic() - start
-            if READY_LINE in self.text():
-                return waited
-            if exit_code is not None:
-                raise ServerError(f"the server ended with exit code {exit_code} after {waited:.0f} s\n{self.tail()}")
-            if waited > timeout:
-                raise ServerError(f"the server was not ready after {waited:.0f} s\n{self.tail()}")
+        self._members()  # notes descendants while their parents live
+        exit_code = self._process.poll()  # before the log is read, so that a last line is not missed
+        if READY_LINE in self.text():
+            return True
+        waited = time.monotonic() - self._started
+        if exit_code is not None:
+            raise ServerError(f"the server ended with exit code {exit_code} after {waited:.0f} s\n{self.tail()}")
+        if waited > timeout:
+            raise ServerError(f"the server was not ready after {waited:.0f} s\n{self.tail()}")
+        return False
+
+    def wait_ready(self, timeout: float) -> float:
+        """Wait for the ready line; returns the seconds since the start. Raises :class:`ServerError`."""
+        while not self.is_ready(timeout):
             time.sleep(0.1)
+        return time.monotonic() - self._started
 
     def tail(self, lines: int = 40) -> str:
         """The end of the log."""

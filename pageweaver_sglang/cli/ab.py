@@ -25,8 +25,9 @@ from .output import explain, make_console
 
 HELP = """compare the arms in served models, with SGLang's own benchmark client
 Every block starts one server per arm, warms it up and sends prompts of random token ids that ask for one token; blocks
-begin with different arms in turn. A last server per arm has its Step 3 calls timed, outside the comparison, to tell how
-much there is to gain. Arms are switched by restarts. After -- come more arguments for the servers.
+begin with different arms in turn. --side-by-side starts the servers of all arms once, at the same time, instead;
+--one-server switches inside one. After all blocks Step 3 is timed in the same servers, outside the comparison, to tell
+how much there is to gain. After -- come more arguments for the servers.
 Exit code 0: everything was measured. 1: an arm or a load failed, calls were handed back to SGLang's Step 3, or prompts
 came from a cache. 2: nothing could be measured. 130, 143: interrupted; FILE holds what was measured until then."""
 
@@ -61,17 +62,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=int, default=getattr(default, name), metavar="N", help=f"{text} (default: %(default)s)"
         )
-    parser.add_argument(
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument(
         "--one-server",
         action="store_true",
         help="switch between native and one other arm inside one server, instead of a server per arm and block",
     )
-    parser.add_argument("--no-share", action="store_true", help="leave out the servers that time Step 3")
+    ways.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="start one server per arm, all at the same time on the same GPUs, and drive one while the others idle; the "
+        "server arguments must then hold --max-total-tokens, and --mem-fraction-static counts for one server (all "
+        "together at most 0.9, which is divided where it is not given)",
+    )
+    parser.add_argument("--no-share", action="store_true", help="leave out the loads in which Step 3 is timed")
     parser.add_argument(
         "--out", type=Path, default=default.folder, metavar="DIR", help="folder for logs (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="the report (default: ab.json in that folder)")
-    parser.add_argument("--port", type=int, default=default.port, help="of the servers (default: a free one)")
+    parser.add_argument("--port", type=int, default=default.port, help="of the servers, side by side of the first (default: a free one)")
     for name, text in (
         ("start-timeout", "for a server to be ready"),
         ("client-timeout", "for one load"),
@@ -117,6 +126,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         seed=arguments.seed,
         share=not arguments.no_share,
         one_server=arguments.one_server,
+        side_by_side=arguments.side_by_side,
         folder=arguments.out,
         server_arguments=tuple(arguments.server_arguments),
         client_arguments=client_arguments,
@@ -247,7 +257,7 @@ def loads_table(report: Mapping[str, Any]) -> Table:
 def step3_table(report: Mapping[str, Any]) -> Table:
     """What Step 3 takes."""
     table = Table(
-        title="Step 3 of attention, from one more serving per arm in which it was timed",
+        title="Step 3 of attention, from more loads per arm, after the blocks, in which it was timed",
         caption="share: of the time in which the server had requests · at most: if Step 3 took no time at all",
         title_justify="left",
         caption_justify="left",
@@ -270,7 +280,12 @@ def step3_table(report: Mapping[str, Any]) -> Table:
 
 def remarks(report: Mapping[str, Any]) -> list[str]:
     """What a reader has to know beside the figures."""
-    found = [f"Arms were switched by {report['switching']}. Warm-up: {report['warm_up']}."]
+    found = [
+        f"Arms were switched by {report['switching']}. Warm-up: {report['warm_up']}.",
+        f"SGLang's client: {report['client']['how']}.",
+    ]
+    if pools := {run["kv_pool_tokens"] for run in report["runs"] if "kv_pool_tokens" in run}:
+        found.append(f"KV pool of every server: {', '.join(f'{tokens:,}' for tokens in sorted(pools))} tokens.")
     requests = [a["ttft_ms"]["requests"] for row in report["loads"] for a in row["arms"].values() if a["ttft_ms"]]
     if requests and min(requests) < 100:
         found.append(f"p99 of {min(requests)} requests is close to their largest.")

@@ -44,7 +44,7 @@ class PageWeaverSparseAttnBackend(MiniMaxSparseAttnBackend):
             config,
             pool_page_size=pool_page_size,
             recorder=recorder,
-            timer=timing.make_timer(config.timing, self.req_to_token.device, seconds),
+            timer=timing.make_timer(self.req_to_token.device, seconds),
             switch=self.operations.switch,
             observe=observe,
         )

@@ -2,7 +2,8 @@
 
 Needs neither SGLang nor torch: ``pageweaver switch`` uses it too. The folder holds
 
-* ``switch.json``, written by an operator: whether PageWeaver may serve. It outlives servers.
+* ``switch.json``, written by an operator: whether PageWeaver may serve, and (for ``pageweaver ab``) whether Step 3 is
+  timed. It outlives servers.
 * ``state-PID.json``, one per process of a server: what it does and which ``switch.json`` it has followed. A process
   touches its file twice a second; one that was not touched for :data:`STALE_SECONDS` is of a process that is gone.
 """
@@ -70,9 +71,18 @@ def prepare_folder(setting: str | os.PathLike[str] | None) -> Path:
     return folder
 
 
-def write_switch(folder: Path, on: bool) -> Stamp | None:
-    """Switch on or off, in one step; returns the new file's stamp. Raises OSError."""
-    write_json(folder / SWITCH_NAME, {"on": on})
+def write_switch(folder: Path, on: bool, timing: bool | None = None) -> Stamp | None:
+    """Switch on or off, in one step; returns the new file's stamp.
+
+    Args:
+        folder: the control folder.
+        on: whether PageWeaver may serve.
+        timing: whether Step 3 is timed; None leaves that to the setting ``timing``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_json(folder / SWITCH_NAME, {"on": on} if timing is None else {"on": on, "timing": timing})
     return stamp(folder)
 
 
@@ -82,14 +92,31 @@ def read_switch(folder: Path) -> bool | None:
     Raises:
         ControlError: the file cannot be read or is malformed.
     """
+    return _read(folder).get("on")
+
+
+def read_timing(folder: Path) -> bool | None:
+    """Whether Step 3 is to be timed; None where the switch doesn't say.
+
+    Raises:
+        ControlError: the file cannot be read or is malformed.
+    """
+    return _read(folder).get("timing")
+
+
+def _read(folder: Path) -> dict[str, bool]:
     path = folder / SWITCH_NAME
     try:
         content = watched_json.read_json(path, ControlError)
     except FileNotFoundError:
-        return None
-    if not isinstance(content, dict) or set(content) != {"on"} or not isinstance(content["on"], bool):
+        return {}
+    if (
+        not isinstance(content, dict)
+        or not {"on"} <= set(content) <= {"on", "timing"}
+        or not all(isinstance(value, bool) for value in content.values())
+    ):
         raise ControlError(f'{path}: must hold {{"on": true}} or {{"on": false}}')
-    return content["on"]
+    return content
 
 
 def stamp(folder: Path) -> Stamp | None:

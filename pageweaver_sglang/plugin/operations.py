@@ -41,6 +41,8 @@ class Switch:
         self._lock = threading.Lock()
         self.reason: str | None = None
         """Why SGLang's own Step 3 serves every call, or None. Read by every call."""
+        self.timing = True
+        """Whether calls are timed, where there is a timer. Read by every call."""
 
     @property
     def error(self) -> str | None:
@@ -99,6 +101,7 @@ class Operations:
         self.switch = Switch()
         self.metrics = metrics
         self._mode = config.mode
+        self._timing = config.timing
         self._rank = rank
         self._stats: list[Counted] = []
         self._observations: collections.deque[tuple[str, str | None, float]] = collections.deque(
@@ -114,11 +117,13 @@ class Operations:
             self.folder = control.prepare_folder(config.control_dir)
             self._stamp = control.stamp(self.folder)
             on = control.read_switch(self.folder)
+            self._set_timing(control.read_timing(self.folder))
         except control.ControlError as error:
             if config.control_dir is not None or self.folder is not None:
                 raise
             logger.warning("pageweaver: no switch at run time: %s", error)
             on = None
+            self._set_timing(None)
         if on is False:
             self._turn(False)
         self._thread = threading.Thread(target=self._run, name="pageweaver-operations", daemon=True)
@@ -161,9 +166,13 @@ class Operations:
         found = control.stamp(self.folder)
         if found == self._stamp:
             return
-        on = control.read_switch(self.folder)
+        on, timing = control.read_switch(self.folder), control.read_timing(self.folder)
         self._stamp = found
+        self._set_timing(timing)
         self._turn(on is not False)
+
+    def _set_timing(self, asked: bool | None) -> None:
+        self.switch.timing = self._timing if asked is None else asked
 
     def _turn(self, on: bool) -> None:
         before = self.switch.reason
@@ -204,6 +213,7 @@ class Operations:
             "serving": "native" if reason is not None else self._mode,
             "why": self.switch.error if reason == DISABLED else reason,
             "followed": self._stamp,
+            "timing": self.switch.timing,
             "calls": dict(self._sum("calls_by_arm")),
             "fallbacks": dict(self._sum("fallbacks_by_reason")),
             "captured_calls": sum(stats.captured_calls for stats in self._stats),

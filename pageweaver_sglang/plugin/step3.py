@@ -96,7 +96,7 @@ class Step3:
         config: the settings; ``mode``, ``verify_every`` and what ``sparse_prefill`` reads.
         pool_page_size: tokens per page of SGLang's KV pool.
         recorder: what records calls, in every mode; None records nothing.
-        timer: what times calls, in every mode; None times nothing.
+        timer: what times calls, in every mode, while the switch asks for it; None times nothing.
         switch: whether PageWeaver may serve, shared by the backends of a process; None makes one of its own.
         observe: where figures for histograms go; None drops them.
         fallback: who is asked for calls that the kernels don't cover, before SGLang; None asks nobody.
@@ -138,7 +138,7 @@ class Step3:
         Returns:
             ``[tokens, q_heads, head_dim]``, as SGLang's function would return it.
         """
-        if self.timer is None:
+        if self.timer is None or not self.switch.timing:
             out = self._serve(native, layer_id, call, forward)
         else:
             out = self.timer.time(layer_id, call["q"].shape[0], lambda: self._serve(native, layer_id, call, forward))

@@ -1,4 +1,4 @@
-"""How long Step 3 takes on the GPU, in every mode: the setting ``timing``, for ``pageweaver ab``."""
+"""How long Step 3 takes on the GPU, in every mode: the setting ``timing``, or while ``pageweaver ab`` asks for it."""
 
 from __future__ import annotations
 
@@ -110,10 +110,6 @@ class Step3Timer:
         )
 
 
-def make_timer(
-    enabled: bool, device: torch.device, observe: Callable[[float], None] | None = None
-) -> Step3Timer | None:
-    """A timer for calls on ``device``, or None where they are not to be timed."""
-    if not enabled:
-        return None
+def make_timer(device: torch.device, observe: Callable[[float], None] | None = None) -> Step3Timer:
+    """A timer for calls on ``device``."""
     return Step3Timer(EventClock() if device.type == "cuda" else HostClock(), observe)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
+import random
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from .client import PACKAGE_ROOT
 from .settings import AbError, Cell, Settings
 from .switching import control_folder
 
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 
 CLIENT_MODULES = ("sglang.benchmark.serving", "sglang.bench_serving")
@@ -24,6 +27,10 @@ CLIENT_MODULES = ("sglang.benchmark.serving", "sglang.bench_serving")
 # Set here, so they cannot be passed on to the servers.
 _OWN_ARGUMENTS = ("--model-path", "--model", "--host", "--port")
 _BACKEND_ARGUMENTS = ("--attention-backend", "--prefill-attention-backend")
+_MEMORY = "--mem-fraction-static"
+_MOST_MEMORY = 0.9
+"""Of a GPU, for all servers together that run side by side; the rest is for their CUDA contexts and activations."""
+_ONE_SERVER_EACH = ("--nccl-port", "--dist-init-addr", "--nccl-init-addr")
 
 # The client counts the first token when its text arrives, and a special token has none by default: the request would
 # look as if it had no first token at all.
@@ -49,23 +56,27 @@ def plugin_variables(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(entry for entry in path if entry)}
 
 
-def server_variables(settings: Settings, arm: str, *, timed: bool) -> dict[str, str]:
+def server_variables(settings: Settings, arm: str) -> dict[str, str]:
     """What a server's environment gets: the arm, switched on, and everything off that would cost time.
 
     Raises AbError when the folder for the switch can't be made.
     """
-    return {
+    variables = {
         "PYTHONUNBUFFERED": "1",
         # Triton then logs which configuration it chose for which kernel.
         "TRITON_PRINT_AUTOTUNING": "1",
         "PAGEWEAVER_MODE": arm,
         "PAGEWEAVER_VERIFY_EVERY": "0",
         "PAGEWEAVER_CAPTURE_DIR": "null",
-        "PAGEWEAVER_TIMING": "true" if timed else "false",
+        "PAGEWEAVER_TIMING": "false",
         # Not the user's own, whose switch may be off.
-        "PAGEWEAVER_CONTROL_DIR": str(control_folder(settings.folder)),
+        "PAGEWEAVER_CONTROL_DIR": str(control_folder(settings.folder, arm)),
         **plugin_variables(settings.folder / "metadata"),
     }
+    if settings.side_by_side:
+        # Servers that start together see each other's memory come and go; SGLang would take that for a fault.
+        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    return variables
 
 
 def _value(arguments: Sequence[str], name: str) -> str | None:
@@ -91,12 +102,49 @@ def check_server_arguments(arguments: Sequence[str]) -> None:
         )
 
 
-def server_command(settings: Settings, port: int) -> list[str]:
+def check_side_by_side(settings: Settings) -> None:
+    """Raise AbError for server arguments with which the arms' servers can't run at the same time."""
+    given, arms = settings.server_arguments, len(settings.arms)
+    for name in _ONE_SERVER_EACH:
+        if _value(given, name) is not None:
+            raise AbError(f"server arguments: {name}: servers side by side need one each, which this command chooses")
+    if "--enable-dp-attention" in given:
+        raise AbError(
+            "server arguments: --enable-dp-attention: the ranks of an idle server keep exchanging their state, and "
+            "with --sleep-on-idle wait for each other's sleep; leave out --side-by-side"
+        )
+    if _value(given, "--max-total-tokens") is None:
+        raise AbError(
+            "side by side: the server arguments must hold --max-total-tokens: a server takes what it finds free for its "
+            "KV pool, so that servers which start together would get pools of different sizes"
+        )
+    text = _value(given, _MEMORY)
+    if text is None:
+        return
+    try:
+        fraction = float(text)
+    except ValueError:
+        raise AbError(f"server arguments: {_MEMORY}: a number, got {text!r}") from None
+    if fraction * arms > _MOST_MEMORY:
+        raise AbError(
+            f"server arguments: {_MEMORY} {text} is for one server; {arms} side by side would take "
+            f"{fraction * arms:.2f} of the memory, more than {_MOST_MEMORY}: at most {_share(arms)}"
+        )
+
+
+def _share(arms: int) -> str:
+    """The part of a GPU's memory that each of ``arms`` servers can have, rounded down to 0.01."""
+    return f"{math.floor(_MOST_MEMORY / arms * 100) / 100:.2f}"
+
+
+def server_command(settings: Settings, port: int, nccl_port: int | None = None) -> list[str]:
     """The command line of every arm's server.
 
     Added unless given: ``--attention-backend pageweaver``; an FP8 KV cache, which PageWeaver needs; no radix cache,
     since a prompt that was seen before would cost nothing; no warm-up by SGLang itself, whose short prompt Triton
-    would tune the native kernel on (see :mod:`.warmup`).
+    would tune the native kernel on (see :mod:`.warmup`). Side by side also an equal share of the memory,
+    ``--sleep-on-idle`` (an idle server then sleeps until a request comes instead of asking again and again, and
+    neither way uses the GPU) and ``nccl_port``.
     """
     program = settings.server_program or (sys.executable, "-m", "sglang.launch_server")
     given = settings.server_arguments
@@ -106,6 +154,11 @@ def server_command(settings: Settings, port: int) -> list[str]:
     if _value(given, "--kv-cache-dtype") is None:
         command += ["--kv-cache-dtype", "fp8_e4m3"]
     command += [flag for flag in ("--disable-radix-cache", "--skip-server-warmup") if flag not in given]
+    if settings.side_by_side:
+        if _value(given, _MEMORY) is None:
+            command += [_MEMORY, _share(len(settings.arms))]
+        command += ["--sleep-on-idle"] if "--sleep-on-idle" not in given else []
+        command += ["--nccl-port", str(nccl_port)]
     return [*command, *given]
 
 
@@ -125,16 +178,16 @@ def find_client() -> str:
     )
 
 
-def client_command(settings: Settings, cell: Cell, *, port: int, seed: int, output: Path) -> list[str]:
-    """The client's command line for one load: random token ids, all prompts of the same length, one output token."""
-    program = settings.client_program or (sys.executable, "-m", find_client())
+def client_arguments(
+    settings: Settings, cell: Cell, *, port: int, seed: int, output: Path, requests: int
+) -> list[str]:
+    """The client's arguments for one load: random token ids, all prompts of the same length, one output token."""
     return [
-        *program,
         *("--backend", "sglang", "--host", HOST, "--port", str(port), "--model", settings.model),
         # `random-ids` needs no file; as token ids the length is exact; the ratio is of the shortest to the longest.
         *("--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "1.0"),
         *("--random-input-len", str(cell.prompt), "--random-output-len", "1"),
-        *("--num-prompts", str(settings.requests), "--max-concurrency", str(cell.concurrency), "--seed", str(seed)),
+        *("--num-prompts", str(requests), "--max-concurrency", str(cell.concurrency), "--seed", str(seed)),
         # Its own warm-up would send the first prompt twice.
         *("--warmup-requests", "0", "--ready-check-timeout-sec", "10", "--disable-tqdm", "--cache-report"),
         *("--extra-request-body", json.dumps({"sampling_params": _ONE_TOKEN})),
@@ -153,6 +206,17 @@ def choose_port(wanted: int) -> int:
         except OSError as error:
             raise AbError(f"port {wanted} is taken ({error.strerror}): another server would answer") from error
         return int(probe.getsockname()[1])
+
+
+def spare_ports(count: int) -> list[int]:
+    """Ports that are free and that no outgoing connection is given, in the minute until a server takes one."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(20000, 32000), 12000):
+        if len(found) == count:
+            break
+        with contextlib.suppress(AbError):
+            found.append(choose_port(port))
+    return found
 
 
 def wait_until_it_answers(port: int, seconds: float = 60.0) -> None:

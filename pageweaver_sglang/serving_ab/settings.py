@@ -47,8 +47,9 @@ class Settings:
         blocks: how often every arm is served.
         requests: requests per load and block, at least the highest concurrency.
         seed: of the prompts; all arms of a block get the same ones.
-        share: also serve every arm once with Step 3's calls timed.
+        share: also run every load of every arm once more, afterwards, with Step 3's calls timed.
         one_server: switch between ``native`` and one other arm inside one server instead of starting one per arm.
+        side_by_side: start the servers of all arms once, at the same time on the same GPUs, and drive one at a time.
         folder: where logs and the client's result files go.
         server_arguments: more arguments for the servers.
         client_arguments: more arguments for the client; they win over the ones chosen here.
@@ -72,6 +73,7 @@ class Settings:
     seed: int = 1
     share: bool = True
     one_server: bool = False
+    side_by_side: bool = False
     folder: Path = Path("ab-results")
     server_arguments: tuple[str, ...] = ()
     client_arguments: tuple[str, ...] = ()
@@ -93,6 +95,8 @@ class Settings:
                 raise AbError(f"{name}: one or more, each once, got {', '.join(map(str, values)) or 'none'}")
         if self.one_server and (len(self.arms) != 2 or "native" not in self.arms):
             raise AbError(f"one server switches between native and one other arm, got {', '.join(self.arms)}")
+        if self.one_server and self.side_by_side:
+            raise AbError("one server or servers side by side, not both")
         for name in ("blocks", "requests"):
             if (value := getattr(self, name)) < 1:
                 raise AbError(f"{name}: at least 1, got {value}")
@@ -100,6 +104,8 @@ class Settings:
             raise AbError("prompts and concurrency: at least 1")
         if not 0 <= self.port <= 65535:
             raise AbError(f"port: from 0 (a free one) to 65535, got {self.port}")
+        if self.port and self.side_by_side and self.port + len(self.arms) > 65536:
+            raise AbError(f"port: side by side the {len(self.arms)} ports from {self.port} on, up to 65535")
         if not 0 <= self.seed <= 4000:
             raise AbError(f"seed: from 0 to 4000, got {self.seed}")
         if self.requests < max(self.concurrency):
@@ -123,6 +129,10 @@ class Settings:
     def order(self) -> list[list[str]]:
         """The arms of every block, in the order in which they are served."""
         return [rotated(self.arms, block) for block in range(self.blocks)]
+
+    def timed_requests(self, cell: Cell) -> int:
+        """Requests of a load in which Step 3 is timed: fewer do, since their times differ little."""
+        return min(self.requests, max(2, cell.concurrency))
 
     def client_seed(self, block: int, cell: Cell) -> int:
         """Seed of one load: the same for every arm of a block, another one in every block and for every load."""

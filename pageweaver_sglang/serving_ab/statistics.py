@@ -90,7 +90,7 @@ def compare(settings: Settings, runs: Sequence[Run]) -> list[dict[str, Any]]:
 def step3_shares(settings: Settings, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """What part of the time in which the server had requests Step 3 takes.
 
-    The time of Step 3 is from the serving in which it was timed, the serving time from the blocks in which it wasn't;
+    The time of Step 3 is from the loads in which it was timed, the serving time from the blocks in which it wasn't;
     both per prompt token. So the cost of timing is in neither.
 
     Returns:
@@ -143,7 +143,7 @@ def failures(runs: Sequence[Run]) -> list[str]:
     """What went wrong, a sentence each."""
     found = []
     for run in runs:
-        where = f"{run['arm']}, " + ("timed serving" if run["timed"] else f"block {run['block'] + 1}")
+        where = f"{run['arm']}, " + ("timed" if run["timed"] else f"block {run['block'] + 1}")
         if run["failure"]:
             found.append(f"{where}: {run['failure'].splitlines()[0]}")
         if run["fallbacks"]:

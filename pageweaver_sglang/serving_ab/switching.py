@@ -16,13 +16,15 @@ _SETTLE = 1.5
 """Seconds in which every process has written its state at least once more."""
 
 
-def control_folder(folder: Path) -> Path:
+def control_folder(folder: Path, name: str) -> Path:
     """The control folder for the next server: with no switch (PageWeaver is on) and no states of servers before.
+
+    Servers that run at the same time have different names.
 
     Raises AbError when it can't be made.
     """
     try:
-        found = control.prepare_folder(folder / "control")
+        found = control.prepare_folder(folder / "control" / name)
         for path in (found / control.SWITCH_NAME, *found.glob(f"{control.STATE_PREFIX}*.json")):
             path.unlink(missing_ok=True)
     except (control.ControlError, OSError) as error:
@@ -30,17 +32,28 @@ def control_folder(folder: Path) -> Path:
     return found
 
 
-def switch_to(folder: Path, arm: str) -> None:
-    """Have every process of the running servers serve ``arm``; returns when all have.
+def switch_to(folder: Path, arm: str, *, on: bool, timing: bool = False) -> None:
+    """Switch a running server; returns when every process of it has followed.
+
+    Args:
+        folder: its control folder.
+        arm: what it has to serve then.
+        on: whether PageWeaver is on.
+        timing: whether Step 3 is timed.
 
     Raises:
         ServerError: no process follows, or one hasn't after :data:`SECONDS`.
     """
-    wanted = control.write_switch(folder, arm != "native")
+    wanted = control.write_switch(folder, on, timing)
     deadline = time.monotonic() + SECONDS
     while True:
         states = control.read_states(folder)
-        serving = [state.get("serving") if control.followed(state, wanted) else "not switched yet" for state in states]
+        serving = [
+            state.get("serving")
+            if control.followed(state, wanted) and state.get("timing") is timing
+            else "not switched yet"
+            for state in states
+        ]
         if serving and set(serving) == {arm}:
             return
         if time.monotonic() > deadline:

@@ -29,6 +29,7 @@ CONTROL = Path(os.environ["PAGEWEAVER_CONTROL_DIR"])
 calls = collections.Counter()
 lock = threading.Lock()
 total = {"calls": 0, "tokens": 0, "seconds": 0.0}
+activity = {"asked": 0, "total_prefill_uncached_tokens": 0}
 
 
 def log(text: str) -> None:
@@ -40,13 +41,17 @@ def serving() -> str:
     return MODE if control.read_switch(CONTROL) is not False else "native"
 
 
+def timed() -> bool:
+    return control.read_timing(CONTROL) is True
+
+
 def keep_state() -> None:
     """What the plugin's thread does: say which switch was followed, and the calls by arm."""
     while True:
         wanted = control.stamp(CONTROL)
         arm = MODE if misbehaves("STUCK") else serving()
         with lock:
-            state = {"pid": os.getpid(), "serving": arm, "followed": wanted, "calls": dict(calls)}
+            state = {"pid": os.getpid(), "serving": arm, "followed": wanted, "calls": dict(calls), "timing": timed()}
         control.write_json(control.state_path(CONTROL), state)
         time.sleep(0.1)
 
@@ -59,6 +64,25 @@ def misbehaves(how: str) -> bool:
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
+
+    def do_GET(self):
+        """/v1/loads, which only a comparison side by side asks for."""
+        assert self.path == "/v1/loads?include=core"
+        with lock:
+            activity["asked"] += 1
+            activity["total_prefill_uncached_tokens"] += 7 if misbehaves("MEDDLE") else 0
+        if misbehaves("DIE_IDLE") and activity["asked"] == 3:
+            print("RuntimeError: an illegal memory access", flush=True)
+            os._exit(3)
+        load = {
+            "num_running_reqs": int(misbehaves("BUSY")),
+            "num_waiting_reqs": 0,
+            "total_prefill_uncached_tokens": activity["total_prefill_uncached_tokens"],
+            "max_total_num_tokens": 200 if misbehaves("SMALL_POOL") else 300,
+        }
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"loads": [load]}).encode())
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -74,7 +98,8 @@ class Handler(BaseHTTPRequestHandler):
         seconds = length / 1000 * SPEED[arm]
         with lock:
             calls["native" if misbehaves("SECRETLY_NATIVE") else arm] += LAYERS
-        if os.environ["PAGEWEAVER_TIMING"] == "true":
+            activity["total_prefill_uncached_tokens"] += length
+        if timed():
             with lock:
                 total["calls"] += LAYERS
                 total["tokens"] += LAYERS * length

@@ -13,7 +13,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 
-def main() -> None:
+def cli_main() -> None:
     parser = argparse.ArgumentParser()
     # Only what the real client knows: an unknown argument ends this one too.
     for name in ("backend", "host", "model", "dataset-name", "output-file", "extra-request-body"):
@@ -34,6 +34,9 @@ def main() -> None:
     length = options.random_input_len
     if os.environ.get("FAKE_CLIENT_FAIL") == f"{length}:{options.max_concurrency}":
         sys.exit("ValueError: no tokenizer")
+    if os.environ.get("FAKE_CLIENT_DIE") == f"{length}:{options.max_concurrency}":
+        os._exit(9)
+    print(f"client {os.getpid()}: {' '.join(sys.argv[1:])}")
 
     def ask(number: int) -> tuple[float, int]:
         body = {"input_ids": [options.seed * 10 + number] * length, **json.loads(options.extra_request_body)}
@@ -61,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli_main()

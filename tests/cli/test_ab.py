@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pageweaver_sglang.cli import main
-from pageweaver_sglang.serving_ab import switching
+from pageweaver_sglang.serving_ab import idle, launch, switching
 from tests.cli.interruptible import running
 
 HERE = Path(__file__).resolve().parent
@@ -60,9 +61,9 @@ def test_a_whole_comparison(arguments, tmp_path, capsys):
     assert (code, report["failures"]) == (0, [])
     assert report["order"] == [["native", "union8", "pageweaver"], ["union8", "pageweaver", "native"]]
     served = [(r["arm"], r["block"], r["timed"]) for r in report["runs"]]
-    assert served == [(arm, b, False) for b, arms in enumerate(report["order"]) for arm in arms] + [
-        (arm, 0, True) for arm in ARMS
-    ]
+    last = [entry for arm in report["order"][1] for entry in ((arm, 1, False), (arm, 0, True))]
+    assert served == [(arm, 0, False) for arm in ARMS] + last
+    assert len(pids(tmp_path)) == 6 * 2  # timed in the servers of the last block
     assert [(row["prompt"], row["concurrency"]) for row in report["loads"]] == [(100, 1), (100, 2), (200, 1), (200, 2)]
     row = report["loads"][3]["arms"]
     assert row["native"]["times_ttft"]["median"] == 1
@@ -85,7 +86,13 @@ def test_a_whole_comparison(arguments, tmp_path, capsys):
     assert "--random-input-len 100" in first["cells"][0]["command"]
     assert first["environment"]["PAGEWEAVER_MODE"] == "native"
     assert first["tuned"][0]["config"] == "num_warps: 4, num_stages: 3"
-    assert [r["environment"]["PAGEWEAVER_TIMING"] for r in report["runs"]] == ["false"] * 6 + ["true"] * 3
+    assert {r["environment"]["PAGEWEAVER_TIMING"] for r in report["runs"]} == {"false"}
+    # Other prompts, and fewer: as many as run at a time, but two.
+    timed = [[len(cell["ttft_s"]) for cell in run["cells"]] for run in report["runs"] if run["timed"]]
+    assert timed == [[2, 2, 2, 2]] * 3
+    seeds = [re.search(r"--seed (\d+)", c["command"])[1] for r in report["runs"] if r["arm"] == "native" for c in r["cells"]]
+    assert len(set(seeds)) == 12
+    assert report["client"]["how"] == "a process per load: --client-cmd names another program"
     assert "restarts" in report["switching"]
     out = capsys.readouterr().out
     assert "Arms were switched by restarts" in out
@@ -170,7 +177,7 @@ def quick_switching(monkeypatch):
 def test_one_server_for_both_arms(arguments, tmp_path, quick_switching, capsys):
     code, report = run(arguments, tmp_path, "--one-server", "--arms", "native,pageweaver", "--blocks", "2")
     assert (code, report["failures"]) == (0, [])
-    assert len(pids(tmp_path)) == 2 * 2  # a server and its helper, and another one that is timed
+    assert len(pids(tmp_path)) == 2  # a server and its helper
     served = [(r["arm"], r["block"], r["timed"]) for r in report["runs"]]
     assert served == [
         *(("native", 0, False), ("pageweaver", 0, False), ("pageweaver", 1, False), ("native", 1, False)),
@@ -178,7 +185,7 @@ def test_one_server_for_both_arms(arguments, tmp_path, quick_switching, capsys):
     ]
     for entry in report["runs"]:
         assert entry["environment"]["PAGEWEAVER_MODE"] == "pageweaver"
-        assert entry["calls"] == {entry["arm"]: 4 * 4 * 4}  # loads, requests, layers
+        assert entry["calls"] == {entry["arm"]: 4 * (2 if entry["timed"] else 4) * 4}  # loads, requests, layers
         assert entry["status"].startswith("mode pageweaver")
     arms = report["loads"][3]["arms"]
     assert arms["pageweaver"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
@@ -206,6 +213,105 @@ def test_one_server_that_does_not_do_as_told(arguments, tmp_path, monkeypatch, q
     code, report = run(arguments, tmp_path, *more)
     assert code in (1, 2)
     assert any(failure in text for text in report["failures"])
+
+
+BESIDE = ["--side-by-side", "--", "--max-total-tokens", "300"]
+
+
+def test_side_by_side(arguments, tmp_path, quick_switching, capsys):
+    code, report = run(arguments, tmp_path, "--blocks", "2", "--prompts", "200", *BESIDE)
+    assert (code, report["failures"]) == (0, [])
+    assert len(pids(tmp_path)) == 3 * 2  # three servers with their helpers
+    served = [(r["arm"], r["block"], r["timed"]) for r in report["runs"]]
+    assert served == [(arm, block, False) for block, arms in enumerate(report["order"]) for arm in arms] + [
+        (arm, 0, True) for arm in ARMS
+    ]
+    arms = report["loads"][1]["arms"]
+    assert arms["pageweaver"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
+    shares = {(row["prompt"], row["concurrency"], row["arm"]): row["share"] for row in report["step3"]}
+    assert [shares[200, 1, arm] for arm in ARMS] == pytest.approx([0.25, 0.25, 0.25])
+    ports = set()
+    for entry in report["runs"]:
+        assert entry["environment"]["PAGEWEAVER_MODE"] == entry["arm"]
+        assert entry["environment"]["PAGEWEAVER_CONTROL_DIR"].endswith(entry["arm"])
+        assert entry["kv_pool_tokens"] == 300
+        assert entry["status"].startswith(f"mode {entry['arm']}")
+        words = entry["command"].split()
+        assert words[words.index("--mem-fraction-static") + 1] == "0.30"
+        assert "--sleep-on-idle" in words
+        ports |= {words[words.index(name) + 1] for name in ("--port", "--nccl-port")}
+    assert len(ports) == 3 * 2
+    # Every server was warmed up before any was measured, and each got its own arm's loads only.
+    rows = [json.loads(line) for line in (tmp_path / "requests").read_text().splitlines()]
+    first = next(number for number, row in enumerate(rows) if row[3])
+    assert {row[0] for row in rows[:first]} == set(ARMS)
+    assert all(row[3] for row in rows[first:])
+    assert [rows[first + 8 * number][0] for number in range(6)] == [arm for arms in report["order"] for arm in arms]
+    out = " ".join(capsys.readouterr().out.split())
+    assert "one of the servers that run side by side" in out
+    assert "KV pool of every server: 300 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("how", "failure"),
+    [
+        ("DIE", "union8, block 1: could not be served: the server ended with exit code 1"),
+        ("REFUSE", "union8, block 1: could not be served: warm-up: HTTP 400"),
+        ("WRONG_MODE", "union8, block 1: could not be served: the server's log says mode native"),
+        ("SMALL_POOL", "the servers' KV pools differ (native 300, union8 200, pageweaver 300 tokens)"),
+        ("BUSY", "still has 1 requests after"),
+        ("DIE_IDLE", "native, block 1: the server of union8: /v1/loads at port"),
+        ("MEDDLE", "native, block 1, 100 x 1: the servers of union8 computed prompts meanwhile"),
+        ("CRASH", "union8, block 1: the server is gone after 100 x 1"),
+    ],
+)
+def test_side_by_side_goes_wrong(arguments, tmp_path, monkeypatch, quick_switching, capsys, how, failure):
+    monkeypatch.setenv(f"FAKE_{how}", "union8")
+    monkeypatch.setattr(idle, "SECONDS", 0.5)
+    more = ["--blocks", "1", "--no-share", "--prompts", "100", "--concurrency", "1"]
+    code, report = run(arguments, tmp_path, *more, *BESIDE)
+    assert code == (1 if how in ("MEDDLE", "DIE_IDLE", "CRASH") else 2)
+    assert any(failure in text for text in report["failures"]), report["failures"]
+    assert len(pids(tmp_path)) == 3 * 2
+    if how == "DIE":  # its log's end is told
+        assert "RuntimeError: no kernel image is available" in capsys.readouterr().out
+    if how == "DIE_IDLE":
+        assert "an illegal memory access" in report["runs"][-1]["failure"]
+
+
+@pytest.fixture
+def worker_client(monkeypatch, arguments):
+    """The fake client as a module that the worker imports; returns arguments without --client-cmd."""
+    monkeypatch.setattr(launch, "find_client", lambda: "fake_bench_client")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    return arguments[: arguments.index("--client-cmd")]
+
+
+def test_one_process_runs_all_loads(worker_client, tmp_path, capsys):
+    code, report = run(worker_client, tmp_path, "--blocks", "2", "--no-share", "--arms", "native,pageweaver")
+    assert (code, report["failures"]) == (0, [])
+    assert report["loads"][3]["arms"]["pageweaver"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
+    said = [path.read_text().split(maxsplit=2) for path in (tmp_path / "out" / "client").glob("*x?.log")]
+    assert len(said) == 4 * 4
+    assert {words[1] for words in said} == {said[0][1]}  # the same process
+    assert not alive(int(said[0][1].rstrip(":")))
+    # The arguments are those of the command line that the report shows.
+    commands = {c["command"].split("-m fake_bench_client ")[1] for r in report["runs"] for c in r["cells"]}
+    assert {shlex.join(shlex.split(command)) for command in commands} == commands
+    assert len({text for *_, text in said}) == 16
+    assert "one process for all loads" in capsys.readouterr().out
+
+
+def test_a_client_that_cannot_be_kept(worker_client, tmp_path, monkeypatch):
+    """A process per load, and the report says why; here the module is only run, as older versions of SGLang are."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "old_client.py").write_text("import fake_bench_client as c\nif __name__ == '__main__':\n    c.cli_main()\n")
+    monkeypatch.setattr(launch, "find_client", lambda: "old_client")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(HERE)]))
+    more = ["--blocks", "1", "--no-share", "--arms", "native", "--prompts", "100", "--concurrency", "1"]
+    code, report = run(worker_client, tmp_path, *more)
+    assert (code, report["client"]["how"]) == (0, "a process per load: old_client has no cli_main()")
 
 
 def test_answers_without_text(arguments, tmp_path, monkeypatch, capsys):
@@ -243,6 +349,12 @@ def test_nothing_could_be_served(arguments, tmp_path, monkeypatch):
         (["--", "--attention-backend=fa3"], "with attention backend fa3 PageWeaver would never act"),
         (["--model", "/no/such/model"], "there is no such folder"),
         (["--server-cmd", "'"], "No closing quotation"),
+        (["--side-by-side"], "must hold --max-total-tokens"),
+        ([*BESIDE, "--mem-fraction-static", "0.4"], "3 side by side would take 1.20 of the memory"),
+        ([*BESIDE, "--mem-fraction-static=x"], "--mem-fraction-static: a number, got 'x'"),
+        ([*BESIDE, "--nccl-port", "5"], "servers side by side need one each"),
+        ([*BESIDE, "--enable-dp-attention"], "leave out --side-by-side"),
+        (["--port", "65534", *BESIDE], "the 3 ports from 65534 on"),
     ],
 )
 def test_what_makes_no_comparison(arguments, tmp_path, capsys, more, message):
@@ -259,13 +371,23 @@ def test_a_port_that_is_taken(arguments, tmp_path, capsys):
     assert "another server would answer" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(("number", "where"), [(signal.SIGTERM, "FAKE_HANG"), (signal.SIGINT, "FAKE_HANG_CLIENT")])
-def test_ended_by_a_signal(arguments, tmp_path, number, where):
+@pytest.mark.parametrize(
+    ("number", "where", "more"),
+    [
+        (signal.SIGTERM, "FAKE_HANG", []),
+        (signal.SIGINT, "FAKE_HANG_CLIENT", []),
+        (signal.SIGTERM, "FAKE_HANG", BESIDE),
+        (signal.SIGINT, "FAKE_HANG_CLIENT", BESIDE),
+    ],
+    ids=["start", "client", "start-side-by-side", "client-side-by-side"],
+)
+def test_ended_by_a_signal(arguments, tmp_path, number, where, more):
     """While a server starts, and while the client runs; the report holds what was measured until then."""
     environment = {**os.environ, where: "native", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pageweaver_sglang.cli", *arguments, "--patience", "0.8"]
+    command = [sys.executable, "-m", "pageweaver_sglang.cli", *arguments, "--patience", "0.8", *more]
     with running(command, environment) as one:
-        expected = 2 if where == "FAKE_HANG" else 4
+        servers = 3 if more else 1
+        expected = 2 * servers + (0 if where == "FAKE_HANG" else 2)
         for _ in range(300):
             if len(pids(tmp_path)) >= expected:
                 break
@@ -278,4 +400,4 @@ def test_ended_by_a_signal(arguments, tmp_path, number, where):
     assert not [pid for pid in pids(tmp_path) if alive(pid)]
     report = json.loads((tmp_path / "ab.json").read_text())
     assert report["interrupted"]
-    assert [run["arm"] for run in report["runs"]] == ["native"]
+    assert [run["arm"] for run in report["runs"]] == (["native"] if where != "FAKE_HANG" or not more else [])

@@ -18,7 +18,7 @@ from pageweaver_sglang.api import sparse_prefill
 from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.cli import main
 from pageweaver_sglang.config import Config
-from pageweaver_sglang.plugin import control, operations, step3
+from pageweaver_sglang.plugin import control, operations, step3, timing
 from pageweaver_sglang.serving_ab.serverlog import read_log
 
 
@@ -101,11 +101,26 @@ def test_a_malformed_switch_changes_nothing_and_is_told_once(running, tmp_path, 
     wait_for(lambda: ours.switch.reason is None)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"on": 1}', '{"on": true, "x": 1}', "[" * 5000])
+@pytest.mark.parametrize("content", ["", "[]", '{"on": 1}', '{"on": true, "x": 1}', '{"timing": true}', "[" * 5000])
 def test_malformed_switches_are_errors(tmp_path, content):
     (tmp_path / "switch.json").write_text(content)
     with pytest.raises(control.ControlError, match=r"switch\.json: "):
         control.read_switch(tmp_path)
+
+
+def test_timing_is_switched_apart_from_serving(running, tmp_path):
+    ours = running()
+    timer = timing.Step3Timer(timing.HostClock())
+    served = step3.Step3(Config(), pool_page_size=128, switch=ours.switch, timer=timer)
+    served(Native(), 1, make_call())
+    assert timer.calls == 0  # the setting `timing` is off
+    control.write_switch(tmp_path, True, timing=True)
+    wait_for(lambda: ours.switch.timing)
+    served(Native(), 1, make_call())
+    assert (timer.calls, served.stats.calls_by_arm) == (1, {"pageweaver": 2})
+    wait_for(lambda: control.read_states(tmp_path)[0]["timing"])
+    control.write_switch(tmp_path, False)  # `pageweaver switch off` says nothing of timing
+    wait_for(lambda: ours.switch.reason and not ours.switch.timing)
 
 
 def test_every_process_follows_the_command(tmp_path, capsys):

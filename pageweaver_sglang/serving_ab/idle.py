@@ -1,0 +1,60 @@
+"""What a server says it is doing: SGLang's ``/v1/loads``, which its scheduler keeps up to date."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.request
+from dataclasses import dataclass
+
+from .launch import HOST
+
+SECONDS = 10.0
+"""A server that still has requests after so long is not idle."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Over a server's data-parallel ranks."""
+
+    requests: int
+    """Running and waiting."""
+    prefilled: int
+    """Prompt tokens computed since the start."""
+    pool: int
+    """Tokens of its KV pool."""
+
+
+def activity(port: int) -> Activity:
+    """Ask a server.
+
+    Raises:
+        OSError: it doesn't answer, or its answer lacks what is needed.
+    """
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/v1/loads?include=core", timeout=10) as response:
+            loads = json.loads(response.read())["loads"]
+        if not loads:
+            raise ValueError("no load of any rank")
+        return Activity(
+            requests=sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads),
+            prefilled=sum(load["total_prefill_uncached_tokens"] for load in loads),
+            pool=sum(load["max_total_num_tokens"] for load in loads),
+        )
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
+        raise OSError(f"/v1/loads at port {port}: {type(error).__name__}: {error}") from error
+
+
+def when_idle(port: int) -> Activity:
+    """Wait until a server has no request.
+
+    Raises:
+        OSError: it can't be asked, or isn't idle after :data:`SECONDS`.
+    """
+    deadline = time.monotonic() + SECONDS
+    while (found := activity(port)).requests:
+        if time.monotonic() > deadline:
+            raise OSError(f"the server at port {port} still has {found.requests} requests after {SECONDS:.0f} s")
+        time.sleep(0.05)
+    return found
