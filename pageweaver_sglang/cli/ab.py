@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ways.add_argument(
         "--side-by-side",
         action="store_true",
-        help="start one server per arm, all at the same time on the same GPUs, and drive one while the others idle; the "
-        "server arguments must then hold --max-total-tokens, and --mem-fraction-static counts for one server (all "
+        help="start one server per arm, all at the same time on the same GPUs, and drive one while the others idle; "
+        "the server arguments must then hold --max-total-tokens, and --mem-fraction-static counts for one server (all "
         "together at most 0.9, which is divided where it is not given)",
     )
     parser.add_argument("--no-share", action="store_true", help="leave out the loads in which Step 3 is timed")
@@ -80,7 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=default.folder, metavar="DIR", help="folder for logs (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="the report (default: ab.json in that folder)")
-    parser.add_argument("--port", type=int, default=default.port, help="of the servers, side by side of the first (default: a free one)")
+    parser.add_argument(
+        "--port", type=int, default=default.port, help="of the servers, side by side of the first (default: a free one)"
+    )
     for name, text in (
         ("start-timeout", "for a server to be ready"),
         ("client-timeout", "for one load"),

@@ -129,7 +129,8 @@ class Worker:
             self.close()
             raise ClientError(why)
         process = self._process
-        assert process is not None and process.stdin is not None
+        assert process is not None
+        assert process.stdin is not None
         job = {"arguments": list(arguments), "log": str(log.absolute())}
         done = False
         try:
@@ -147,7 +148,8 @@ class Worker:
     def _reply(self, timeout: float, log: Path) -> dict[str, Any]:
         """The next message. Raises ClientError when none comes in time, or the process has died."""
         process = self._process
-        assert process is not None and process.stdout is not None
+        assert process is not None
+        assert process.stdout is not None
         line, deadline = b"", time.monotonic() + timeout
         while not line.endswith(b"\n"):
             waiting, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))

@@ -115,8 +115,8 @@ def check_side_by_side(settings: Settings) -> None:
         )
     if _value(given, "--max-total-tokens") is None:
         raise AbError(
-            "side by side: the server arguments must hold --max-total-tokens: a server takes what it finds free for its "
-            "KV pool, so that servers which start together would get pools of different sizes"
+            "side by side: the server arguments must hold --max-total-tokens: a server takes what it finds free for "
+            "its KV pool, so that servers which start together would get pools of different sizes"
         )
     text = _value(given, _MEMORY)
     if text is None:
@@ -178,9 +178,7 @@ def find_client() -> str:
     )
 
 
-def client_arguments(
-    settings: Settings, cell: Cell, *, port: int, seed: int, output: Path, requests: int
-) -> list[str]:
+def client_arguments(settings: Settings, cell: Cell, *, port: int, seed: int, output: Path, requests: int) -> list[str]:
     """The client's arguments for one load: random token ids, all prompts of the same length, one output token."""
     return [
         *("--backend", "sglang", "--host", HOST, "--port", str(port), "--model", settings.model),

@@ -37,9 +37,9 @@ FORMAT = "pageweaver-ab-1"
 SWITCHING = "restarts: every arm of every block is a server of its own"
 SWITCHED = "PageWeaver's own switch inside one server: off for native, on for the other arm"
 SIDE_BY_SIDE = (
-    "choosing one of the servers that run side by side, one per arm, all started once on the same GPUs; the others idle "
-    "meanwhile, as they say themselves before and after every load. They share the memory: each one's KV pool is smaller "
-    "than a server alone could have, and the same for all arms"
+    "choosing one of the servers that run side by side, one per arm, all started once on the same GPUs; the others "
+    "idle meanwhile, as they say themselves before and after every load. They share the memory: each one's KV pool is "
+    "smaller than a server alone could have, and the same for all arms"
 )
 SWITCHED_OFF = "switched off"
 """How the reason begins for which a server hands calls back when it was asked to."""
@@ -136,7 +136,7 @@ def run_session(
 
     Args:
         settings: what is compared.
-        save: called with the report after every arm of every block and at the end, also when the comparison is interrupted.
+        save: called with the report after every arm of every block and at the end, also when interrupted.
         progress: gets to know what happens.
         commit: for the report, where the sources came without their history.
 
@@ -398,9 +398,7 @@ class _Session:
             shown = ", ".join(f"{arm} {tokens}" for arm, tokens in pools.items())
             raise ServerError(f"the servers' KV pools differ ({shown} tokens): lower --max-total-tokens")
 
-    def _measure_beside(
-        self, served: _Served, every: list[_Served], block: int, position: int, timed: bool
-    ) -> None:
+    def _measure_beside(self, served: _Served, every: list[_Served], block: int, position: int, timed: bool) -> None:
         """Every load of one arm in one block while the other servers idle."""
         others = [other for other in every if other is not served]
         run = self._new_run(served.arm, block, position, timed)
@@ -463,9 +461,7 @@ class _Session:
 
     # Loads ---------------------------------------------------------------------------------------------------------
 
-    def _measure_loads(
-        self, run: dict[str, Any], served: _Served, stem: str, others: Sequence[_Served] = ()
-    ) -> None:
+    def _measure_loads(self, run: dict[str, Any], served: _Served, stem: str, others: Sequence[_Served] = ()) -> None:
         """Every load of one run, into its entry.
 
         Args:

@@ -90,7 +90,9 @@ def test_a_whole_comparison(arguments, tmp_path, capsys):
     # Other prompts, and fewer: as many as run at a time, but two.
     timed = [[len(cell["ttft_s"]) for cell in run["cells"]] for run in report["runs"] if run["timed"]]
     assert timed == [[2, 2, 2, 2]] * 3
-    seeds = [re.search(r"--seed (\d+)", c["command"])[1] for r in report["runs"] if r["arm"] == "native" for c in r["cells"]]
+    seeds = [
+        re.search(r"--seed (\d+)", c["command"])[1] for r in report["runs"] if r["arm"] == "native" for c in r["cells"]
+    ]
     assert len(set(seeds)) == 12
     assert report["client"]["how"] == "a process per load: --client-cmd names another program"
     assert "restarts" in report["switching"]
@@ -306,7 +308,9 @@ def test_a_client_that_cannot_be_kept(worker_client, tmp_path, monkeypatch):
     """A process per load, and the report says why; here the module is only run, as older versions of SGLang are."""
     folder = tmp_path / "modules"
     folder.mkdir()
-    (folder / "old_client.py").write_text("import fake_bench_client as c\nif __name__ == '__main__':\n    c.cli_main()\n")
+    (folder / "old_client.py").write_text(
+        "import fake_bench_client as c\nif __name__ == '__main__':\n    c.cli_main()\n"
+    )
     monkeypatch.setattr(launch, "find_client", lambda: "old_client")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(HERE)]))
     more = ["--blocks", "1", "--no-share", "--arms", "native", "--prompts", "100", "--concurrency", "1"]

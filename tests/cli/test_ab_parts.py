@@ -3,13 +3,18 @@
 import importlib.machinery
 import importlib.util
 import json
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from pageweaver_sglang.cli import main
 from pageweaver_sglang.serving_ab import launch, statistics
-from pageweaver_sglang.serving_ab.client import ClientError, read_result, run_client, serving_seconds
+from pageweaver_sglang.serving_ab.client import ClientError, ProcessPerLoad, Worker, read_result, serving_seconds
 from pageweaver_sglang.serving_ab.serverlog import Step3Time, read_log, step3_between
 from pageweaver_sglang.serving_ab.settings import AbError, Cell, Settings
 
@@ -87,7 +92,89 @@ def test_a_client_without_a_result(tmp_path):
         ("echo what happened; sleep 60", "was not done after 0 s\nwhat happened"),
     ):
         with pytest.raises(ClientError, match=message):
-            run_client(["sh", "-c", script], tmp_path / "log", output, timeout=0.4)
+            ProcessPerLoad(["sh", "-c"], "tested").run([script], tmp_path / "log", output, 0.4)
+
+
+CLIENT = """
+import os, pathlib, sys, time
+print("imported", os.getpid())
+def cli_main():
+    print("pid", os.getpid(), *sys.argv[1:], flush=True)
+    print("read", repr(sys.stdin.read()), file=sys.stderr, flush=True)
+    words = sys.argv[1:]
+    if words[0] == "result":
+        pathlib.Path(words[1]).write_text('{"number": 1}')
+    elif words[0] == "sleep":
+        time.sleep(60)
+    elif words[0] == "die":
+        os._exit(9)
+    elif words[0] == "raise":
+        raise ValueError("no tokenizer")
+    else:
+        sys.exit(int(words[0]) if words[0].isdigit() else words[0])
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """A worker with a client that does as its arguments say."""
+    (tmp_path / "a_client.py").write_text(CLIENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = Worker("a_client", tmp_path / "worker.log", start_timeout=60)
+    yield made
+    made.close()
+
+
+def test_a_worker_runs_loads_in_one_process(worker, tmp_path):
+    log, output = tmp_path / "log", tmp_path / "result"
+    pids = set()
+    for _ in range(2):
+        assert worker.run(["result", str(output)], log, output, 30) == {"number": 1}
+        said = log.read_text().splitlines()
+        pids.add(said[0].split()[1])
+        assert said == [f"pid {said[0].split()[1]} result {output}", "read ''"]  # of this load alone, with no input
+    for words, message in (
+        (["3"], "ended with exit code 3"),
+        (["no such dataset"], "exit code 1: no such dataset"),
+        (["raise"], "exit code 1: ValueError: no tokenizer"),
+        (["0"], "left no result"),
+    ):
+        with pytest.raises(ClientError, match=message):
+            worker.run(words, log, output, 30)
+        pids.add(log.read_text().split()[1])
+    assert len(pids) == 1
+    assert "imported" in (tmp_path / "worker.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("word", "seconds", "message"),
+    [("sleep", 0.5, "was not done after 0 s\npid"), ("die", 30, "ended with exit code 9\npid")],
+)
+def test_a_worker_that_is_lost_is_replaced(worker, tmp_path, word, seconds, message):
+    log, output = tmp_path / "log", tmp_path / "result"
+    assert worker.unusable() is None
+    first = worker._process
+    with pytest.raises(ClientError, match=message):
+        worker.run([word], log, output, seconds)
+    assert first.poll() is not None
+    assert worker.run(["result", str(output)], log, output, 30) == {"number": 1}
+    second = worker._process
+    second.kill()
+    second.wait()
+    with pytest.raises(ClientError, match="the client's process"):
+        worker.run(["result", str(output)], log, output, 30)
+    assert worker.run(["result", str(output)], log, output, 30) == {"number": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("x = 1", "has no cli_main"), ("raise SystemExit(3)", "can't be imported: SystemExit: 3")]
+)
+def test_a_client_that_a_worker_cannot_use(tmp_path, monkeypatch, text, why):
+    (tmp_path / "other_client.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = Worker("other_client", tmp_path / "worker.log", start_timeout=60)
+    assert why in worker.unusable()
+    worker.close()
 
 
 def serving(arm, block, throughput, ttft, *, timed=False, failure=None, step3=None):
@@ -202,13 +289,88 @@ def test_client_arguments_are_known_to_the_installed_sglang():
     assert launch.find_client() == "sglang.benchmark.serving"
     text = "".join((root / "benchmark" / "serving.py").read_text().split())
     settings = Settings("m", client_arguments=("--tag", "x"))
-    command = launch.client_command(settings, Cell(100, 1), port=1, seed=1, output=settings.folder / "x.jsonl")
+    command = launch.client_arguments(
+        settings, Cell(100, 1), port=1, seed=1, output=settings.folder / "x.jsonl", requests=3
+    )
     options = [word for word in command if word.startswith("--")]
     assert "--tag" in options
     for option in options:
         assert f'"{option}"' in text, option
     body = json.loads(command[command.index("--extra-request-body") + 1])
     assert body["sampling_params"]["max_new_tokens"] == 1
+
+
+CLIENT_ON_CPU = """
+import sys, types
+# torchvision's CPU wheel registers operators that a CPU build of torch lacks; `datasets` is for datasets from the net.
+sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+sys.modules["datasets"] = datasets = types.ModuleType("datasets")
+datasets.load_dataset = None
+from sglang.benchmark.serving import cli_main
+if __name__ == "__main__":
+    cli_main()
+"""
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """Answers SGLang's client as a server would, one token per prompt, and keeps what came."""
+
+    bodies: ClassVar[list[dict]] = []
+
+    def log_message(self, *_):
+        pass
+
+    def _answer(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        self._answer(json.dumps({"data": [{"id": "m"}], "internal_states": [{}]}))
+
+    def do_POST(self):
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        token = {"text": "a", "meta_info": {"completion_tokens": 1, "prompt_tokens": 1, "cached_tokens": 0}}
+        self._answer(f"data: {json.dumps(token)}\n\ndata: [DONE]\n\n")
+
+
+@pytest.mark.sglang
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+def test_the_kept_client_sends_what_its_command_line_sends(tmp_path, monkeypatch):
+    """SGLang's own client: the second load of a kept process against a process of its own."""
+    vocabulary = {"[UNK]": 0} | {f"t{number}": number for number in range(1, 500)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    module = "client_on_cpu"
+    (tmp_path / f"{module}.py").write_text(CLIENT_ON_CPU)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    settings, output = Settings(str(tmp_path)), tmp_path / "out.jsonl"
+    kept = Worker(module, tmp_path / "worker.log", start_timeout=120)
+    alone = ProcessPerLoad((sys.executable, "-m", module), "tested")
+
+    def load(client, seed):
+        Recorder.bodies.clear()
+        arguments = launch.client_arguments(
+            settings, Cell(40, 1), port=server.server_port, seed=seed, output=output, requests=3
+        )
+        result = client.run(arguments, tmp_path / "log", output, 120)
+        assert read_result(result, 3, 1)["failure"] is None
+        return list(Recorder.bodies), set(result), result["input_lens"]
+
+    try:
+        assert kept.unusable() is None
+        first = load(kept, 1)
+        second = load(kept, 2)
+        assert second == load(alone, 2)
+    finally:
+        kept.close()
+        server.shutdown()
+        server.server_close()
+    assert [len(body["input_ids"]) for body in first[0]] == [40] * 3
+    assert first[0] != second[0]
 
 
 def test_a_wrong_option_makes_no_folder(tmp_path, capsys):
