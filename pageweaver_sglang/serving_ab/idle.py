@@ -26,8 +26,8 @@ class Activity:
     """Tokens of its KV pool."""
 
 
-def activity(port: int) -> Activity:
-    """Ask a server.
+def activity(port: int) -> Activity | None:
+    """Ask a server; None when its scheduler hasn't said anything yet.
 
     Raises:
         OSError: it doesn't answer, or its answer lacks what is needed.
@@ -36,7 +36,7 @@ def activity(port: int) -> Activity:
         with urllib.request.urlopen(f"http://{HOST}:{port}/v1/loads?include=core", timeout=10) as response:
             loads = json.loads(response.read())["loads"]
         if not loads:
-            raise ValueError("no load of any rank")
+            return None
         return Activity(
             requests=sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads),
             prefilled=sum(load["total_prefill_uncached_tokens"] for load in loads),
@@ -53,8 +53,9 @@ def when_idle(port: int) -> Activity:
         OSError: it can't be asked, or isn't idle after :data:`SECONDS`.
     """
     deadline = time.monotonic() + SECONDS
-    while (found := activity(port)).requests:
+    while (found := activity(port)) is None or found.requests:
         if time.monotonic() > deadline:
-            raise OSError(f"the server at port {port} still has {found.requests} requests after {SECONDS:.0f} s")
+            still = "says nothing of its load" if found is None else f"still has {found.requests} requests"
+            raise OSError(f"the server at port {port} {still} after {SECONDS:.0f} s")
         time.sleep(0.05)
     return found

@@ -41,6 +41,8 @@ SIDE_BY_SIDE = (
     "idle meanwhile, as they say themselves before and after every load. They share the memory: each one's KV pool is "
     "smaller than a server alone could have, and the same for all arms"
 )
+_PUBLISHED = 0.2
+"""Seconds in which a server that has answered its last request has also published what it computed for it."""
 SWITCHED_OFF = "switched off"
 """How the reason begins for which a server hands calls back when it was asked to."""
 
@@ -401,6 +403,7 @@ class _Session:
     def _measure_beside(self, served: _Served, every: list[_Served], block: int, position: int, timed: bool) -> None:
         """Every load of one arm in one block while the other servers idle."""
         others = [other for other in every if other is not served]
+        time.sleep(_PUBLISHED)
         run = self._new_run(served.arm, block, position, timed)
         run |= served.facts
         if timed:

@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
         }
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"loads": [load]}).encode())
+        self.wfile.write(json.dumps({"loads": [] if misbehaves("SILENT") else [load]}).encode())
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -262,6 +262,7 @@ def test_side_by_side(arguments, tmp_path, quick_switching, capsys):
         ("WRONG_MODE", "union8, block 1: could not be served: the server's log says mode native"),
         ("SMALL_POOL", "the servers' KV pools differ (native 300, union8 200, pageweaver 300 tokens)"),
         ("BUSY", "still has 1 requests after"),
+        ("SILENT", "says nothing of its load after"),
         ("DIE_IDLE", "native, block 1: the server of union8: /v1/loads at port"),
         ("MEDDLE", "native, block 1, 100 x 1: the servers of union8 computed prompts meanwhile"),
         ("CRASH", "union8, block 1: the server is gone after 100 x 1"),
@@ -376,18 +377,25 @@ def test_a_port_that_is_taken(arguments, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("number", "where", "more"),
+    ("number", "where", "more", "kept"),
     [
-        (signal.SIGTERM, "FAKE_HANG", []),
-        (signal.SIGINT, "FAKE_HANG_CLIENT", []),
-        (signal.SIGTERM, "FAKE_HANG", BESIDE),
-        (signal.SIGINT, "FAKE_HANG_CLIENT", BESIDE),
+        (signal.SIGTERM, "FAKE_HANG", [], False),
+        (signal.SIGINT, "FAKE_HANG_CLIENT", [], False),
+        (signal.SIGTERM, "FAKE_HANG", BESIDE, True),
+        (signal.SIGINT, "FAKE_HANG_CLIENT", BESIDE, True),
     ],
-    ids=["start", "client", "start-side-by-side", "client-side-by-side"],
+    ids=["start", "client", "start-side-by-side", "kept-client-side-by-side"],
 )
-def test_ended_by_a_signal(arguments, tmp_path, number, where, more):
+def test_ended_by_a_signal(arguments, tmp_path, number, where, more, kept):
     """While a server starts, and while the client runs; the report holds what was measured until then."""
-    environment = {**os.environ, where: "native", "PYTHONPATH": str(ROOT)}
+    package = tmp_path / "site" / "sglang" / "benchmark"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "benchmark/__init__.py", "benchmark/serving.py"):
+        (package.parent / name).write_text("from fake_bench_client import cli_main" if "serving" in name else "")
+    path = [str(package.parents[1]), str(HERE), str(ROOT)]
+    environment = {**os.environ, where: "native", "PYTHONPATH": os.pathsep.join(path)}
+    if kept:
+        arguments = arguments[: arguments.index("--client-cmd")]
     command = [sys.executable, "-m", "pageweaver_sglang.cli", *arguments, "--patience", "0.8", *more]
     with running(command, environment) as one:
         servers = 3 if more else 1
