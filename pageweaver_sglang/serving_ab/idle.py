@@ -12,6 +12,8 @@ from .launch import HOST
 
 SECONDS = 10.0
 """A server that still has requests after so long is not idle."""
+_ANSWER_SECONDS = 60
+"""The first answer takes a while: SGLang looks up the GPU's name for it, and may have to initialise CUDA."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def activity(port: int) -> Activity | None:
         OSError: it doesn't answer, or its answer lacks what is needed.
     """
     try:
-        with urllib.request.urlopen(f"http://{HOST}:{port}/v1/loads?include=core", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/v1/loads?include=core", timeout=_ANSWER_SECONDS) as response:
             loads = json.loads(response.read())["loads"]
         if not loads:
             return None
