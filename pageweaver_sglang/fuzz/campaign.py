@@ -143,8 +143,8 @@ def _usable() -> bool:
     return True
 
 
-def _work(number: int, settings: Settings, taken: Any, messages: Any) -> None:
-    """Take blocks of seeds until none is left, and tell of each."""
+def _work(number: int, jobs: int, settings: Settings, taken: Any, messages: Any) -> None:
+    """Take blocks of seeds until none is left, and tell of each; process ``number`` of ``jobs``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the processes
     try:
         import torch
@@ -153,7 +153,8 @@ def _work(number: int, settings: Settings, taken: Any, messages: Any) -> None:
 
         torch.set_num_threads(1)
         trials = Trials(settings.device, largest=settings.largest, variants=settings.variants)
-        trials.compile(number, settings.jobs)
+        if settings.calls > BLOCK:
+            trials.compile(number, jobs)
         messages.put(("ready", number, None))
         first_block = True
         while True:
@@ -183,7 +184,8 @@ def run(settings: Settings, on_progress: Callable[[Tally], None] = lambda _: Non
     messages, taken = context.Queue(), context.Value("q", 0)
     jobs = max(1, min(settings.jobs, -(-settings.calls // BLOCK)))
     processes = [
-        context.Process(target=_work, args=(number, settings, taken, messages), daemon=True) for number in range(jobs)
+        context.Process(target=_work, args=(number, jobs, settings, taken, messages), daemon=True)
+        for number in range(jobs)
     ]
     total = Tally()
     working: dict[int, tuple[int, int] | None] = {}

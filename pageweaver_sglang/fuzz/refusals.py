@@ -12,6 +12,7 @@ import torch
 import pageweaver_sglang as pw
 
 from .build import Tensors
+from .variants import VARIANTS
 
 Arguments = dict[str, Any]
 
@@ -23,8 +24,8 @@ class Refusal:
     argument: str
     error: type[Exception]
     spoil: Callable[[Arguments], Arguments]
-    cuda_only: bool = False
-    """Only the kernels refuse it; the reference engine takes it."""
+    hopper_only: bool = False
+    """Only Hopper's kernels refuse it, of a call that they would take; the reference engine takes it."""
 
 
 def _named(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
@@ -80,28 +81,33 @@ REFUSALS = {
     "mode native": Refusal("config", ValueError, _value("config", pw.Config(mode="native"))),
     "workspace of another call": Refusal("workspace", ValueError, _small_workspace),
     "out of another dtype": Refusal("out", TypeError, lambda a: {"out": torch.zeros_like(a["q"], dtype=torch.float)}),
-    "q float16": Refusal("q", pw.UnsupportedError, _named("q", torch.Tensor.half), cuda_only=True),
-    "caches bfloat16": Refusal("k_cache", pw.UnsupportedError, _bf16_caches, cuda_only=True),
-    "pages of 64": Refusal("page_size", pw.UnsupportedError, _value("page_size", 64), cuda_only=True),
-    "17 picks": Refusal("topk_idx", pw.UnsupportedError, _too_many_picks, cuda_only=True),
-    "8 heads per KV head": Refusal("q", pw.UnsupportedError, _half_the_heads, cuda_only=True),
-    "a pool of no whole pages": Refusal("k_cache", pw.UnsupportedError, _cut_caches, cuda_only=True),
-    "sm_scale 0": Refusal("sm_scale", pw.UnsupportedError, _value("sm_scale", 0.0), cuda_only=True),
-    "table on the host": Refusal("req_to_token", ValueError, _named("req_to_token", torch.Tensor.cpu), cuda_only=True),
+    "q float16": Refusal("q", pw.UnsupportedError, _named("q", torch.Tensor.half), hopper_only=True),
+    "caches bfloat16": Refusal("k_cache", pw.UnsupportedError, _bf16_caches, hopper_only=True),
+    "pages of 64": Refusal("page_size", pw.UnsupportedError, _value("page_size", 64), hopper_only=True),
+    "17 picks": Refusal("topk_idx", pw.UnsupportedError, _too_many_picks, hopper_only=True),
+    "8 heads per KV head": Refusal("q", pw.UnsupportedError, _half_the_heads, hopper_only=True),
+    "a pool of no whole pages": Refusal("k_cache", pw.UnsupportedError, _cut_caches, hopper_only=True),
+    "sm_scale 0": Refusal("sm_scale", pw.UnsupportedError, _value("sm_scale", 0.0), hopper_only=True),
+    "table on the host": Refusal(
+        "req_to_token", ValueError, _named("req_to_token", torch.Tensor.cpu), hopper_only=True
+    ),
 }
 
 
-def refused(tensors: Tensors, number: int) -> tuple[str, str | None]:
-    """Make one of the calls; returns its name, and what was wrong about the refusal (None when nothing was)."""
-    cuda = tensors.arguments["q"].is_cuda
-    names = [name for name, one in REFUSALS.items() if cuda or not one.cuda_only]
-    name = names[number % len(names)]
+def possible(tensors: Tensors, variant: str) -> list[str]:
+    """Names of the refusals that a call of a variant can be spoiled for."""
+    hopper = tensors.arguments["q"].is_cuda and VARIANTS[variant].hopper
+    return [name for name, one in REFUSALS.items() if hopper or not one.hopper_only]
+
+
+def refused(tensors: Tensors, name: str) -> str | None:
+    """Make a call that must be refused; returns what was wrong about the refusal, None when nothing was."""
     one = REFUSALS[name]
     arguments = {**tensors.arguments, "config": pw.Config()}
     try:
         pw.sparse_prefill(**arguments | one.spoil(arguments))
     except Exception as error:
         if type(error) is one.error and re.match(rf"sparse_prefill: {one.argument}\b", str(error)):
-            return name, None
-        return name, f"{name}: refused with {type(error).__name__}: {error}"
-    return name, f"{name}: not refused"
+            return None
+        return f"{name}: refused with {type(error).__name__}: {error}"
+    return f"{name}: not refused"

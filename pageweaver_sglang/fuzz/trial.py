@@ -103,9 +103,11 @@ class Trials:
         problems, features = [], []
         tensors = build(call, self.pools)
         if call.invalid is not None:
-            name, problem = refusals.refused(tensors, call.invalid)
+            names = refusals.possible(tensors, call.variant)
+            name = names[call.invalid % len(names)]
             features.append(f"refused={name}")
-            problems += [problem] if problem else []
+            if problem := refusals.refused(tensors, name):
+                problems.append(problem)
         wanted = expected(call, tensors, self.arithmetic(call))
         out = self._attend(call, tensors)
         wrong, ratio = judge(out, wanted)

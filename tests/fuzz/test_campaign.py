@@ -12,6 +12,7 @@ from pageweaver_sglang.fuzz.build import build
 from pageweaver_sglang.fuzz.campaign import Settings
 from pageweaver_sglang.fuzz.draw import draw_call
 from pageweaver_sglang.fuzz.trial import Trials
+from pageweaver_sglang.fuzz.variants import VARIANTS
 
 LARGEST = 100
 
@@ -88,15 +89,15 @@ def test_a_twin_that_differs_in_a_bit_is_told(trials, monkeypatch):
     assert "the engines' outputs differ in some bits" in tally.failures[0].problems
 
 
-@pytest.mark.parametrize("name", [name for name, one in refusals.REFUSALS.items() if not one.cuda_only])
-def test_every_refusal(trials, name, monkeypatch):
-    call = next(c for seed in range(100) if (c := draw_call(seed, largest=LARGEST)).tokens > 4)
-    tensors = build(call, trials.pools)
-    names = [name for name, one in refusals.REFUSALS.items() if not one.cuda_only]
-    number = names.index(name)
-    assert refusals.refused(tensors, number) == (name, None)
+@pytest.mark.parametrize("name", [name for name, one in refusals.REFUSALS.items() if not one.hopper_only])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_refusal(trials, name, variant, monkeypatch):
+    calls = (draw_call(seed, (variant,), LARGEST) for seed in range(100))
+    tensors = build(next(call for call in calls if call.tokens > 4), trials.pools)
+    assert name in refusals.possible(tensors, variant)
+    assert refusals.refused(tensors, name) is None
     monkeypatch.setattr(pw, "sparse_prefill", lambda **_: None)
-    assert refusals.refused(tensors, number) == (name, f"{name}: not refused")
+    assert refusals.refused(tensors, name) == f"{name}: not refused"
 
 
 def run_command(tmp_path, *options):

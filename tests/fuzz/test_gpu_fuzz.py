@@ -91,8 +91,9 @@ def test_planted_mistakes_are_found(trials, style, variant):
     assert found > 10
 
 
-@pytest.mark.parametrize("name", refusals.REFUSALS)
-def test_every_refusal(trials, name):
-    call = next(c for seed in range(100) if (c := draw_call(seed, largest=3000)).tokens > 4)
-    number = list(refusals.REFUSALS).index(name)
-    assert refusals.refused(build(call, trials.pools), number) == (name, None)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_refusal(trials, variant):
+    for seed in (seed for seed in range(40) if draw_call(seed, (variant,), 3000).tokens > 4):
+        tensors = build(draw_call(seed, (variant,), 3000), trials.pools)
+        for name in refusals.possible(tensors, variant):
+            assert refusals.refused(tensors, name) is None
