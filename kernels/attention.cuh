@@ -108,6 +108,9 @@ __device__ __forceinline__ void prefetch_query(const UnionAttentionParams& p, in
 
 // Quantises the 16 heads of one query, number `place` of the tile, to E4M3 rows of the Q tile and stores each row's softmax scale. Run
 // by a warp, eight lanes a row. `query` < 0: zeros. The candidates' errors are summed in half precision, which is as good for choosing.
+// With kTerms 2 a second tile behind the first takes what the first leaves of every value; the scale is a power of two then, so that the
+// two hold all eight bits of a BF16 value.
+template <int kTerms>
 __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, uint8_t* q_tile, float* row_scale, int query,
                                                int kv_head, int place, int lane, float softmax_scale_log2) {
   constexpr int kLanesPerRow = 8, kRowsPerStep = 32 / kLanesPerRow;
@@ -139,41 +142,54 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
     const float amax = fmaxf(kSmallestAmax, __bfloat162float(__hmax(most.x, most.y)));
 
     const float inverse = QueryScales::largest(0) / amax;
-    __half2 error[QueryScales::kCandidates];
+    float least = 0.0f, factor = 1.0f, reciprocal = 1.0f / QueryScales::largest(0);
+    if constexpr (kTerms == 1) {
+      __half2 error[QueryScales::kCandidates];
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float2 x = __bfloat1622float2(pairs[i]);
-      const __half2 scaled = __floats2half2_rn(x.x * inverse, x.y * inverse);
+      for (int i = 0; i < kPairs; ++i) {
+        const float2 x = __bfloat1622float2(pairs[i]);
+        const __half2 scaled = __floats2half2_rn(x.x * inverse, x.y * inverse);
+#pragma unroll
+        for (int c = 0; c < QueryScales::kCandidates; ++c) {
+          const __half2 y = c == 0 ? scaled : __hmul2(scaled, __float2half2_rn(QueryScales::largest(c) / QueryScales::largest(0)));
+          const __half2 d = __hsub2(ptx::round_to_e4m3(y), y);
+          error[c] = i == 0 ? __hmul2(d, d) : __hfma2(d, d, error[c]);
+        }
+      }
 #pragma unroll
       for (int c = 0; c < QueryScales::kCandidates; ++c) {
-        const __half2 y = c == 0 ? scaled : __hmul2(scaled, __float2half2_rn(QueryScales::largest(c) / QueryScales::largest(0)));
-        const __half2 d = __hsub2(ptx::round_to_e4m3(y), y);
-        error[c] = i == 0 ? __hmul2(d, d) : __hfma2(d, d, error[c]);
+        const float ratio = QueryScales::largest(c) / QueryScales::largest(0);
+        float sum = (__low2float(error[c]) + __high2float(error[c])) * (1.0f / (ratio * ratio));
+#pragma unroll
+        for (int d = 1; d < kLanesPerRow; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        if (c == 0 || sum < least) {  // the first also where the row is not finite
+          least = sum;
+          factor = ratio;
+          reciprocal = 1.0f / QueryScales::largest(c);
+        }
       }
     }
-    float least = 0.0f, factor = 1.0f, reciprocal = 1.0f / QueryScales::largest(0);
-#pragma unroll
-    for (int c = 0; c < QueryScales::kCandidates; ++c) {
-      const float ratio = QueryScales::largest(c) / QueryScales::largest(0);
-      float sum = (__low2float(error[c]) + __high2float(error[c])) * (1.0f / (ratio * ratio));
-#pragma unroll
-      for (int d = 1; d < kLanesPerRow; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-      if (c == 0 || sum < least) {  // the first also where the row is not finite
-        least = sum;
-        factor = ratio;
-        reciprocal = 1.0f / QueryScales::largest(c);
-      }
+    float chosen = inverse * factor;
+    if constexpr (kTerms > 1) {
+      chosen = ptx::power_of_two_below(chosen);
+      reciprocal = 1.0f / (amax * chosen);
     }
-    const float chosen = inverse * factor;
-    auto rounded = [&](int i) {
+    auto term = [&](int t, int i) {  // four values' term t
       const float2 low = __bfloat1622float2(pairs[2 * i]), high = __bfloat1622float2(pairs[2 * i + 1]);
-      return ptx::to_e4m3x4(low.x * chosen, low.y * chosen, high.x * chosen, high.y * chosen);
+      if constexpr (kTerms == 1) return ptx::to_e4m3x4(low.x * chosen, low.y * chosen, high.x * chosen, high.y * chosen);
+      const __half2 a = __floats2half2_rn(low.x * chosen, low.y * chosen);
+      const __half2 b = __floats2half2_rn(high.x * chosen, high.y * chosen);
+      if (t == 0) return ptx::to_e4m3x4(a, b);
+      return ptx::to_e4m3x4(__hsub2(a, ptx::round_to_e4m3(a)), __hsub2(b, ptx::round_to_e4m3(b)));
     };
     const uint32_t row = RowTile::row_of(place, head);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int vector = v * kLanesPerRow + part;
-      *reinterpret_cast<uint2*>(q_tile + swizzled_offset(row, vector >> 1) + (vector & 1) * 8) = make_uint2(rounded(2 * v), rounded(2 * v + 1));
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t)
+        *reinterpret_cast<uint2*>(q_tile + t * RowTile::kQBytes + swizzled_offset(row, vector >> 1) + (vector & 1) * 8) =
+            make_uint2(term(t, 2 * v), term(t, 2 * v + 1));
     }
     if (part == 0) row_scale[row] = fminf(amax * reciprocal * softmax_scale_log2, kLargestRowScale);
   }
@@ -230,23 +246,39 @@ __device__ __forceinline__ constexpr int value_index(int i) {
   return 4 * (i / 2) + 2 * kRow + i % 2;
 }
 
-// Masks the keys behind `last_key` (in the page).
-template <int kRow>
+// Masks the keys behind `last_key` (in the page). With one term the thread's first key is added to 32 constants, sums that the compiler
+// keeps in registers; two terms of P leave no room for them, so it is taken from `last_key` once.
+template <int kRow, int kTerms>
 __device__ __forceinline__ void mask_future_keys(float (&s)[ptx::kAccumulators], int last_key, int lane) {
+  const int own = 2 * (lane & 3);
+  const int first = kTerms == 1 ? own : 0, last = kTerms == 1 ? last_key : last_key - own;
 #pragma unroll
   for (int i = 0; i < kRowValues; ++i)
-    if (8 * (i / 2) + 2 * (lane & 3) + i % 2 > last_key) s[value_index<kRow>(i)] = kMasked;
+    if (8 * (i / 2) + first + i % 2 > last) s[value_index<kRow>(i)] = kMasked;
 }
 
-// A row's probabilities of a page, rounded to E4M3, four to a register; the sum before rounding and the largest sum of four.
+// A row's probabilities of a page as sums of kTerms E4M3 values, four to a register; the sum before rounding and the largest sum of four.
+template <int kTerms>
 struct RowProbabilities {
-  uint32_t fours[kRowValues / 4];
+  uint32_t fours[kTerms][kRowValues / 4];
   float sum, most;
 };
 
-template <int kRow>
+// Rounds four probabilities to E4M3, or splits them into two terms: the first four bits of each, and what is left of it.
+__device__ __forceinline__ void round_four(const float (&p)[4], int i, RowProbabilities<1>& row) {
+  row.fours[0][i] = ptx::to_e4m3x4(p[0], p[1], p[2], p[3]);
+}
+
+__device__ __forceinline__ void round_four(const float (&p)[4], int i, RowProbabilities<2>& row) {
+  const __half2 low = ptx::to_half2(p[0], p[1]), high = ptx::to_half2(p[2], p[3]);
+  const __half2 first_low = ptx::first_four_bits(low), first_high = ptx::first_four_bits(high);
+  row.fours[0][i] = ptx::to_e4m3x4(first_low, first_high);
+  row.fours[1][i] = ptx::to_e4m3x4(__hsub2(low, first_low), __hsub2(high, first_high));
+}
+
+template <int kRow, int kTerms>
 __device__ __forceinline__ void exponentials(const float (&s)[ptx::kAccumulators], const RowState& state, float scale,
-                                             RowProbabilities& row) {
+                                             RowProbabilities<kTerms>& row) {
   const float bias = kProbabilityScaleLog2 - state.reference;
   row.sum = row.most = 0.0f;
 #pragma unroll
@@ -254,7 +286,7 @@ __device__ __forceinline__ void exponentials(const float (&s)[ptx::kAccumulators
     float p[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) p[j] = ptx::exp2_approx(fmaf(s[value_index<kRow>(i + j)], scale, bias));
-    row.fours[i / 4] = ptx::to_e4m3x4(p[0], p[1], p[2], p[3]);
+    round_four(p, i / 4, row);
     const float four = (p[0] + p[1]) + (p[2] + p[3]);
     row.most = fmaxf(row.most, four);
     row.sum += four;
@@ -281,9 +313,9 @@ __device__ __forceinline__ void raise_reference(const float (&s)[ptx::kAccumulat
 
 // Takes a page's probabilities over, after raising the reference and computing them again when they could have saturated. No wgmma may
 // have `o` in flight.
-template <int kRow>
+template <int kRow, int kTerms>
 __device__ __forceinline__ void accept_row(const float (&s)[ptx::kAccumulators], RowState& state, float scale,
-                                           float (&o)[ptx::kAccumulators], RowProbabilities& row) {
+                                           float (&o)[ptx::kAccumulators], RowProbabilities<kTerms>& row) {
   if (__any_sync(~0u, row.most > kE4m3Max)) {
     raise_reference<kRow>(s, state, scale, o);
     exponentials<kRow>(s, state, scale, row);
@@ -293,28 +325,33 @@ __device__ __forceinline__ void accept_row(const float (&s)[ptx::kAccumulators],
 
 // Puts a row's probabilities in their place: its half of the A fragments of the page's k32 steps, in the token order of transpose_v.
 // Written where the program says so, see ptx::pin_registers.
-template <int kRow>
-__device__ __forceinline__ void to_fragments(const RowProbabilities& row, uint32_t (&fragments)[kSteps][4]) {
+template <int kRow, int kTerms>
+__device__ __forceinline__ void to_fragments(const RowProbabilities<kTerms>& row, uint32_t (&fragments)[kTerms][kSteps][4]) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    asm volatile("mov.b32 %0, %2;\nmov.b32 %1, %3;"
-                 : "=r"(fragments[step][kRow]), "=r"(fragments[step][kRow + 2])
-                 : "r"(row.fours[2 * step]), "r"(row.fours[2 * step + 1]));
+  for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      asm volatile("mov.b32 %0, %2;\nmov.b32 %1, %3;"
+                   : "=r"(fragments[term][step][kRow]), "=r"(fragments[term][step][kRow + 2])
+                   : "r"(row.fours[term][2 * step]), "r"(row.fours[term][2 * step + 1]));
 }
 
 // The same of a query that did not pick the page.
-template <int kRow>
-__device__ __forceinline__ void clear_fragments(uint32_t (&fragments)[kSteps][4]) {
+template <int kRow, int kTerms>
+__device__ __forceinline__ void clear_fragments(uint32_t (&fragments)[kTerms][kSteps][4]) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    asm volatile("mov.b32 %0, 0;\nmov.b32 %1, 0;" : "=r"(fragments[step][kRow]), "=r"(fragments[step][kRow + 2]));
+  for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      asm volatile("mov.b32 %0, 0;\nmov.b32 %1, 0;" : "=r"(fragments[term][step][kRow]), "=r"(fragments[term][step][kRow + 2]));
 }
 
 // A warp's softmax of one page in two parts: only the first may run while a P V is in flight.
+template <int kTerms>
 struct PageSoftmax {
   bool member[RowTile::kRowsPerThread];    // by row of the pair: its query picked the page
   int last_key[RowTile::kRowsPerThread];   // and sees the page up to here
-  RowProbabilities row;
+  RowProbabilities<kTerms> row;
 
   // `members`: bit j of the page's members among the tile's queries; `first_token`: the page's position.
   __device__ __forceinline__ PageSoftmax(uint32_t members, int first_token, const int (&limit)[RowTile::kRowsPerThread], int warp) {
@@ -328,7 +365,7 @@ struct PageSoftmax {
   template <int kRow>
   __device__ __forceinline__ void mask_and_exponentiate(float (&s)[ptx::kAccumulators], const RowState (&state)[2],
                                                         const float (&scale)[2], int lane) {
-    if (last_key[kRow] < RowTile::kPageSize - 1) mask_future_keys<kRow>(s, last_key[kRow], lane);
+    if (last_key[kRow] < RowTile::kPageSize - 1) mask_future_keys<kRow, kTerms>(s, last_key[kRow], lane);
     exponentials<kRow>(s, state[kRow], scale[kRow], row);
   }
 
@@ -338,7 +375,7 @@ struct PageSoftmax {
   }
 
   __device__ __forceinline__ void finish(float (&s)[ptx::kAccumulators], RowState (&state)[2], const float (&scale)[2],
-                                         float (&o)[ptx::kAccumulators], uint32_t (&fragments)[kSteps][4], int lane) {
+                                         float (&o)[ptx::kAccumulators], uint32_t (&fragments)[kTerms][kSteps][4], int lane) {
     if (member[0]) {
       accept_row<0>(s, state[0], scale[0], o, row);
       to_fragments<0>(row, fragments);
@@ -355,20 +392,29 @@ struct PageSoftmax {
   }
 };
 
-// Issues S = Q K^T of one page. The caller has fenced; it commits.
+// Issues S = Q K^T of one page. The caller has fenced; it commits. The terms of Q lie kQBytes apart. The last, smallest term goes first:
+// the tensor cores cut every product and sum 13 bits behind the leading one of the largest, and it would lose to the others' size.
+template <int kTerms>
 __device__ __forceinline__ void issue_logits(float (&logits)[ptx::kAccumulators], uint64_t q_descriptor, uint64_t k_descriptor) {
-  ptx::wgmma_m64n128k32_ss<false>(logits, q_descriptor, k_descriptor);
+  constexpr uint64_t kTermStep = RowTile::kQBytes >> 4;
+  ptx::wgmma_m64n128k32_ss<false>(logits, q_descriptor + (kTerms - 1) * kTermStep, k_descriptor);
 #pragma unroll
-  for (int step = 1; step < RowTile::kHeadDim / 32; ++step)
-    ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStepK32, k_descriptor + step * ptx::kDescriptorStepK32);
+  for (int i = 1; i < kTerms * RowTile::kHeadDim / 32; ++i) {
+    const int term = kTerms - 1 - i / (RowTile::kHeadDim / 32), step = i % (RowTile::kHeadDim / 32);
+    ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + term * kTermStep + step * ptx::kDescriptorStepK32,
+                                   k_descriptor + step * ptx::kDescriptorStepK32);
+  }
 }
 
 // Issues O += P V of one page. The caller has fenced; it commits.
-__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&fragments)[kSteps][4],
+template <int kTerms>
+__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&fragments)[kTerms][kSteps][4],
                                              uint64_t vt_descriptor) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    ptx::wgmma_m64n128k32_rs(o, fragments[step], vt_descriptor + step * ptx::kDescriptorStepK32);
+  for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      ptx::wgmma_m64n128k32_rs(o, fragments[term][step], vt_descriptor + step * ptx::kDescriptorStepK32);
 }
 
 // Normalises a warp's rows and writes them to their queries' rows of the output; a query that saw nothing gets zeros, an absent one

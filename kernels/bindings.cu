@@ -167,8 +167,9 @@ CUtensorMap cache_map(const char* function, const char* name, const TensorView& 
 }
 
 // out[i] = attention of query i over its own pages. `engine` is "stream" (groups of 8; needs `queue` and the plan's pages in
-// `tiles`; v_cache is not read) or "union8" (groups of 8: the two-CTA kernel, groups of 4: the same without a cluster).
-void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView v_cache, TensorView slots, TensorView pages,
+// `tiles`; v_cache is not read) or "union8" (groups of 8: the two-CTA kernel, groups of 4: the same without a cluster). `precision` is
+// "fp8" or, with the stream engine, "high": two E4M3 terms for a value of Q and of P.
+void attention(ffi::String engine, ffi::String precision, TensorView q, TensorView k_cache, TensorView v_cache, TensorView slots, TensorView pages,
                TensorView masks, TensorView counts, TensorView queries, TensorView limits, Optional<TensorView> queue, Optional<TensorView> tiles,
                TensorView out, double sm_scale, double k_scale, double v_scale, Optional<TensorView> k_scale_device, Optional<TensorView> v_scale_device) {
   const char* name = "attention";
@@ -176,6 +177,9 @@ void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView 
   const int64_t group_size = queries.size(2);
   const bool stream_engine = engine == "stream";
   require(stream_engine || engine == "union8", name, "engine must be stream or union8");
+  const bool high_precision = precision == "high";
+  require(high_precision || precision == "fp8", name, "precision must be fp8 or high");
+  require(!high_precision || stream_engine, name, "precision high needs the stream engine");
   require(group_size == 8 || (group_size == 4 && !stream_engine), name, "group_size must be 8, or 4 with the union8 engine");
   require(!stream_engine || (queue.has_value() && tiles.has_value()), name, "the stream engine needs a queue and tiles");
   require(!tiles.has_value() || (tiles.value().IsContiguous() && tiles.value().size(0) == kv_heads &&
@@ -213,9 +217,13 @@ void attention(ffi::String engine, TensorView q, TensorView k_cache, TensorView 
 
   const cudaStream_t stream = current_stream(q);
   if (stream_engine) {
-    check_cuda(pw::launch_stream_attention<pw::StreamTraits<2>>(cache_map(name, "k_cache", k_cache, pw::RowTile::kPageSize), params,
-                                                                kv_heads, multiprocessors(name), stream),
-               name);
+    auto launch = [&](auto traits) {
+      check_cuda(pw::launch_stream_attention<decltype(traits)>(cache_map(name, "k_cache", k_cache, pw::RowTile::kPageSize), params,
+                                                               kv_heads, multiprocessors(name), stream),
+                 name);
+    };
+    if (high_precision) launch(pw::StreamTraits<2, 2>{});
+    else launch(pw::StreamTraits<2, 1>{});
     return;
   }
   auto launch = [&](auto traits) {

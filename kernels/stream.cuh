@@ -37,14 +37,16 @@ namespace pw {
 
 // ---------------------------------------------------------------- Types
 
-template <int kConsumers_>
+// kTerms: E4M3 values whose sum stands for one value of Q or P; 1 is precision fp8, 2 is precision high.
+template <int kConsumers_, int kTerms_>
 struct StreamTraits {
   static constexpr int kConsumers = kConsumers_;
+  static constexpr int kTerms = kTerms_;
   static constexpr int kGroupSize = kConsumers * RowTile::kQueries;
   static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
   static constexpr int kChunks = kMaxUnion / 32;     // a lane of the loading warp holds every 32nd entry of a page list
   static constexpr int kThreads = RowTile::kThreads * (kConsumers + 1);
-  static constexpr int kStages = 6;  // 6 x 32 KiB of the SM's 227 KiB
+  static constexpr int kStages = kTerms == 1 ? 6 : 5;  // of 32 KiB; with Q's 32 or 64 KiB 224 of the SM's 227 KiB
   static constexpr int kGroupSlots = 2;  // of quantised queries: the group that is walked and the next
   static constexpr int kDraws = 2;       // numbers of groups on their way to the quantising warps
   // Pages of a group that are left to load when the next group is drawn: long enough before for its queries to be quantised in time, and
@@ -101,7 +103,7 @@ template <class Traits>
 struct alignas(1024) StreamSharedStorage {
   uint8_t k[Traits::kStages][RowTile::kTileBytes];
   uint8_t vt[Traits::kStages][RowTile::kTileBytes];
-  uint8_t q[Traits::kGroupSlots][Traits::kConsumers][RowTile::kQBytes];
+  uint8_t q[Traits::kGroupSlots][Traits::kConsumers][Traits::kTerms][RowTile::kQBytes];
   ListedPage list[Traits::kMaxUnion];  // the loading warp's own
   uint8_t distance[Traits::kMaxUnion][Traits::kConsumers];
   StreamGroup<Traits> groups[Traits::kGroupSlots];
@@ -362,8 +364,8 @@ __device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, S
           group.queries[r] = query;
           group.limits[r] = limit;
         }
-        quantise_query(p, shared.q[ring.stage][consumer], group.row_scale[consumer], query, kv_head, r % RowTile::kQueries, lane,
-                       softmax_scale_log2);
+        quantise_query<Traits::kTerms>(p, shared.q[ring.stage][consumer][0], group.row_scale[consumer], query, kv_head,
+                                       r % RowTile::kQueries, lane, softmax_scale_log2);
       }
       ptx::fence_proxy_async_shared();
     }
@@ -421,20 +423,20 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     // -------- Its pages
     while (page.members() != 0) {
       float s[ptx::kAccumulators];
-      uint32_t fragments[kSteps][4];  // P
+      uint32_t fragments[Traits::kTerms][kSteps][4];  // P
       RingPosition<Traits::kStages> at = wait_for(page);
       NextPage next = read(shared.next[at.stage][number]);
       ptx::pin_registers(s);
       ptx::pin_registers(o);
       ptx::wgmma_fence();
-      issue_logits(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
+      issue_logits<Traits::kTerms>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
       ptx::wgmma_commit();
       next = pass(next);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(s);
       release(&shared.k_free[at.stage]);
       {
-        PageSoftmax softmax(page.members(), page.first_token(), limit, warp);
+        PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
         softmax.begin(s, state, scale, lane);
         softmax.finish(s, state, scale, o, fragments, lane);
       }
@@ -447,13 +449,13 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::pin_registers(s);
         ptx::pin_registers(o);
         ptx::wgmma_fence();
-        issue_logits(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
+        issue_logits<Traits::kTerms>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
         ptx::wgmma_commit();
         issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
         ptx::wgmma_commit();
         page = next;
         next = pass(after);
-        PageSoftmax softmax(page.members(), page.first_token(), limit, warp);
+        PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
         ptx::wgmma_wait<1>();
         ptx::pin_registers(s);
         softmax.begin(s, state, scale, lane);

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
     shared.entries[threadIdx.x] = {max(slot, 0), static_cast<uint32_t>(page) | mask << kMaskShift};
   }
   const float softmax_scale_log2 = p.softmax_scale_log2 * (p.k_scale_device ? *p.k_scale_device : 1.0f);
-  quantise_query(p, shared.q, shared.row_scale, group_queries[rank * RowTile::kQueries + warp], kv_head, warp, lane, softmax_scale_log2);
+  quantise_query<1>(p, shared.q, shared.row_scale, group_queries[rank * RowTile::kQueries + warp], kv_head, warp, lane, softmax_scale_log2);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if constexpr (Traits::kClusterSize > 1) {  // no copy may reach a CTA whose barriers are not ready
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       float logits[ptx::kAccumulators];
       ptx::pin_registers(logits);
       ptx::wgmma_fence();
-      issue_logits(logits, q_descriptor, ptx::wgmma_descriptor(shared.k[s]));
+      issue_logits<1>(logits, q_descriptor, ptx::wgmma_descriptor(shared.k[s]));
       ptx::wgmma_commit();
 
       // While S is computed. vt[vt_slot] is free: all warps were past its P V, two pages ago, at the last barrier.
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       ptx::pin_registers(logits);
       release_slot();
 
-      uint32_t fragments[kSteps][4];  // P
-      PageSoftmax softmax(members, first_token, limit, warp);
+      uint32_t fragments[1][kSteps][4];  // P, one term
+      PageSoftmax<1> softmax(members, first_token, limit, warp);
       softmax.begin(logits, state, scale, lane);
       softmax.finish(logits, state, scale, o, fragments, lane);
       __syncthreads();  // V^T is complete; all warps are past the P V of the page before the last

@@ -325,6 +325,7 @@ def sparse_prefill(
         k_scale=_on_host(k_scale),
         v_scale=_on_host(v_scale),
         engine=engine,
+        precision=config.precision,
         tiles=None if value_tiles is None else value_tiles.tiles,
     )
     return out

@@ -40,4 +40,35 @@ __device__ __forceinline__ __half2 round_to_e4m3(__half2 x) {
   return *reinterpret_cast<const __half2*>(&rounded);
 }
 
+// Two floats to half precision; rounds to nearest even, saturates at +-65504.
+__device__ __forceinline__ __half2 to_half2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(low), "f"(high));
+  return *reinterpret_cast<const __half2*>(&packed);
+}
+
+// Four half-precision numbers to four E4M3 bytes, as to_e4m3x4 of floats.
+__device__ __forceinline__ uint32_t to_e4m3x4(__half2 low, __half2 high) {
+  uint32_t packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(packed)
+      : "r"(*reinterpret_cast<const uint32_t*>(&low)), "r"(*reinterpret_cast<const uint32_t*>(&high)));
+  return packed;
+}
+
+// The first four bits of two half-precision numbers, the rest cut off: what E4M3 holds of them in its range.
+__device__ __forceinline__ __half2 first_four_bits(__half2 x) {
+  constexpr uint32_t kSignExponentAndThreeBits = 0xFF80FF80;
+  const uint32_t bits = *reinterpret_cast<const uint32_t*>(&x) & kSignExponentAndThreeBits;
+  return *reinterpret_cast<const __half2*>(&bits);
+}
+
+// The largest power of two that is not larger than a positive normal x; 0 for 0.
+__device__ __forceinline__ float power_of_two_below(float x) { return __uint_as_float(__float_as_uint(x) & 0x7F800000u); }
+
 }  // namespace pw::ptx

@@ -42,10 +42,12 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
 }
 
 // The same for A fragments: they must be complete before the first wgmma of a batch is issued, or ptxas serialises it (C7513).
-template <int kSteps>
-__device__ __forceinline__ void pin_registers(uint32_t (&a)[kSteps][4]) {
+template <int kTerms, int kSteps>
+__device__ __forceinline__ void pin_registers(uint32_t (&a)[kTerms][kSteps][4]) {
 #pragma unroll
-  for (int i = 0; i < 4 * kSteps; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+  for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+    for (int i = 0; i < 4 * kSteps; ++i) asm volatile("" : "+r"(a[term][i / 4][i % 4])::"memory");
 }
 
 #define PW_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

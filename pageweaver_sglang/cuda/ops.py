@@ -107,15 +107,17 @@ def union_attention(
     k_scale: Scale = None,
     v_scale: Scale = None,
     engine: str | None = None,
+    precision: str = "fp8",
     tiles: Tensor | None = None,
 ) -> None:
     """Attend over ``plan`` (with ``slots``); write every row of ``out`` [tokens, q_heads, 128] that the plan names.
 
     Scales are factors of the E4M3 caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the
     device. ``engine`` is ``"stream"`` or ``"union8"``; None takes the first for groups of 8 and the second for groups
-    of 4. Both give the same bits. ``stream`` reads V from ``tiles``, uint8 ``[kv_heads, pool_pages, 16384]``, as
-    :func:`value_tiles` left them for this plan's pages, and ``union8`` from ``v_cache``. ``"portable"`` takes the
-    arguments of :func:`.portable.union_attention`.
+    of 4. Both give the same bits in ``precision`` ``"fp8"``; ``"high"`` is ``stream``'s alone. ``stream`` reads V from
+    ``tiles``, uint8 ``[kv_heads, pool_pages, 16384]``, as :func:`value_tiles` left them for this plan's pages, and
+    ``union8`` from ``v_cache``. ``"portable"`` takes the arguments of :func:`.portable.union_attention` and computes in
+    16 bits whatever the precision.
     """
     if engine == PORTABLE:
         from . import portable
@@ -126,6 +128,7 @@ def union_attention(
     v_value, v_device = _split_scale(v_scale)
     load().pw_attention(
         engine or default_engine(plan.group_size),
+        precision,
         q,
         k_cache,
         v_cache,

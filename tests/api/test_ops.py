@@ -83,17 +83,19 @@ def test_union_attention(heard, scale, number, tensor):
     q, k_cache, v_cache, tiles, out = tensors(5)
     ops.union_attention(q, k_cache, v_cache, PLAN, out, sm_scale=0.1, k_scale=scale, v_scale=0.25, tiles=tiles)
     ops.union_attention(q, k_cache, v_cache, PLAN, out, sm_scale=0.1, k_scale=0.25, v_scale=scale, engine="union8")
+    ops.union_attention(q, k_cache, v_cache, PLAN, out, sm_scale=0.1, v_scale=scale, precision="high", tiles=tiles)
     arrays = [PLAN.slots, PLAN.pages, PLAN.masks, PLAN.counts, PLAN.queries, PLAN.limits, PLAN.queue]
     before = [q, k_cache, v_cache, *arrays]
-    assert [name for name, _ in heard] == ["pw_attention"] * 2
-    assert same(heard[0][1], ["stream", *before, tiles, out, 0.1, number, 0.25, tensor, None])
-    assert same(heard[1][1], ["union8", *before, None, out, 0.1, 0.25, number, None, tensor])
+    assert [name for name, _ in heard] == ["pw_attention"] * 3
+    assert same(heard[0][1], ["stream", "fp8", *before, tiles, out, 0.1, number, 0.25, tensor, None])
+    assert same(heard[1][1], ["union8", "fp8", *before, None, out, 0.1, 0.25, number, None, tensor])
+    assert same(heard[2][1], ["stream", "high", *before, tiles, out, 0.1, 1.0, number, None, tensor])
 
 
 def test_the_exports_take_as_many_arguments_as_they_are_given():
     """The library's signatures, by its source: a missing argument would only show on a GPU."""
     source = (kernels_dir() / "bindings.cu").read_text()
-    given = {"regroup": 9, "union_prep": 19, "value_tiles": 5, "attention": 18}
+    given = {"regroup": 9, "union_prep": 19, "value_tiles": 5, "attention": 19}
     for name, count in given.items():
         assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_{name}, {name})" in source
         (parameters,) = re.findall(rf"^void {name}\(([^)]*)\) {{$", source, re.MULTILINE)
