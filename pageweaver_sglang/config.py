@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ._paths import configs_dir
 
@@ -56,6 +56,9 @@ class Config(BaseModel):
     engine: Literal["stream", "union8", "portable"] = Field("stream", description="stream, union8 or portable")
     """Attention kernel: pages streamed to independent warpgroups, the paper's two-CTA cluster (the same bits; Hopper
     only, elsewhere they mean ``portable``), or the one in Triton, for any CUDA GPU."""
+    precision: Literal["fp8", "high"] = Field("fp8", description="fp8 or high")
+    """Q and the softmax weights as one E4M3 value each, or as the sum of two; two in the engine ``stream``. ``union8``
+    has one precision, and so has ``portable``, 16 bits."""
     window: Literal[64, 128] = Field(64, description="64 or 128")
     """Consecutive queries of one request among which one regroup chooses."""
     guard: Literal["none", "window"] = Field("window", description="none or window")
@@ -98,6 +101,15 @@ class Config(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_message("Config", error)) from error
+
+    @model_validator(mode="after")
+    def _precision_fits_the_engine(self) -> Config:
+        if self.precision == "high" and self.engine == "union8":
+            raise ValueError(
+                "precision: got 'high' with engine 'union8'; allowed: fp8, or high with another engine (union8 is the "
+                "paper's kernel and rounds Q and the weights to FP8)"
+            )
+        return self
 
     @property
     def regroup_capacity(self) -> int | None:
@@ -191,6 +203,9 @@ def _message(source: str | None, error: ValidationError) -> str:
     fields = Config.model_fields
     problems = []
     for detail in error.errors(include_url=False):
+        if not detail["loc"]:  # settings that do not go together
+            problems.append(f"{source}: {detail['ctx']['error']}")
+            continue
         key = str(detail["loc"][0])
         if key not in fields:
             problems.append(f"{source}: unknown key {key!r}; allowed: {', '.join(fields)}")

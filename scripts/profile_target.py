@@ -29,13 +29,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", help="a .npz file")
     parser.add_argument("--engine", choices=("stream", "union8"), default="stream")
+    parser.add_argument("--precision", choices=("fp8", "high"), default="fp8", help="high: engine stream only")
     parser.add_argument("--window", type=int, choices=(64, 128), default=128)
     parser.add_argument("--original", action="store_true", help="queries in their original order")
     parser.add_argument("--calls", type=int, default=3)
     options = parser.parse_args()
 
     inputs = make_inputs(pw.load_workload(options.workload), "cuda", seed=1)
-    stages = Stages([inputs], window=options.window, group_size=8, guard="none", engine=options.engine)
+    kernel = {"engine": options.engine, "precision": options.precision}
+    stages = Stages([inputs], window=options.window, group_size=8, guard="none", **kernel)
     plan = stages.prepare_unions(0, None if options.original else stages.regroup(0))
     stages.value_tiles(0)
     for _ in range(options.calls):

@@ -6,7 +6,8 @@
     compute-sanitizer --tool racecheck --error-exitcode 9 python scripts/sanitizer_target.py
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that memcheck sees an access just
-behind it. Outputs are compared between the engines; exit code 1 when they differ.
+behind it. Outputs are compared between the engines, and those of precision high between two orders; exit code 1 when
+they differ.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ def main() -> int:
             "stream": pw.Config(window=64),
             "union8": pw.Config(engine="union8", guard="none"),
             "original": pw.Config(mode="union8"),
+            "high": pw.Config(precision="high"),
+            "high, original": pw.Config(mode="union8", precision="high"),
         }.items():
             outputs[label] = pw.sparse_prefill(*case.args(), config=config)
         torch.cuda.synchronize()
-        same = all(bool((out == outputs["stream"]).all()) for out in outputs.values())
+        wanted = {label: outputs["high" if label.startswith("high") else "stream"] for label in outputs}
+        same = all(bool((out == wanted[label]).all()) for label, out in outputs.items())
         bad += not same
         print(f"{name}: {tuple(case.q.shape)} {'ok' if same else 'ENGINES DIFFER'}", flush=True)
     return 1 if bad else 0

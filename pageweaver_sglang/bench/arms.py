@@ -128,6 +128,8 @@ class PublicArm(Arm):
 
     def __init__(self, name: str, description: str, config: pw.Config) -> None:
         self.name, self.description, self._config = name, description, config
+        if config.precision == "high":
+            self.max_nrms = 0.005
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Build the kernels if need be and allocate the workspace."""
@@ -203,6 +205,7 @@ class Stages:
         own_plans: keep a plan and V's tiles for every set, so that :meth:`attend` can be called alone, instead of one
             of each for all.
         engine: as in :class:`pageweaver_sglang.Config`; None for the default of the group size.
+        precision: as in :class:`pageweaver_sglang.Config`.
     """
 
     def __init__(
@@ -214,9 +217,10 @@ class Stages:
         guard: str = "window",
         own_plans: bool = False,
         engine: str | None = None,
+        precision: str = "fp8",
     ) -> None:
         self.sets = sets
-        self.engine = engine
+        self.engine, self.precision = engine, precision
         self.window, self.group_size, self.guard = window, group_size, guard
         spaces = [_workspace(sets, window, group_size) for _ in range(len(sets) if own_plans else 1)]
         self._spaces = spaces * (len(sets) if len(spaces) == 1 else 1)
@@ -300,6 +304,7 @@ class Stages:
             out,
             sm_scale=scale,
             engine=self.engine,
+            precision=self.precision,
             tiles=None if tiles is None else tiles.tiles,
         )
         return out
@@ -394,6 +399,8 @@ def comparison_arms() -> list[Arm]:
                 window=window,
             ),
         ]
+    high = pw.Config(mode="pageweaver", window=64, precision="high")
+    arms.append(PublicArm("pageweaver-high", "as pageweaver-w64, Q and softmax weights in two FP8 terms", high))
     paper = pw.Config(mode="pageweaver", engine="union8", guard="none")
     arms.append(PublicArm("pageweaver-w128-paper", "regrouped inside windows of 128, on the paper's kernel", paper))
     return arms

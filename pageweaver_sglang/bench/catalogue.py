@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pageweaver_sglang.config import Config
+
 from .arms import Bf16CacheArm, NativeArm, PortableArm, comparison_arms
 from .offline_arms import OfflineArm, ReorderedArm
 from .orders import OFFLINE, FoundOrder
@@ -57,11 +59,15 @@ def catalogue(orders: dict[str, FoundOrder]) -> list[Entry]:
 
 
 def _count_key(name: str) -> str:
-    """Count of an arm of :func:`..arms.comparison_arms`: ``unionN...`` or ``pageweaver-WINDOW...``, groups of 8."""
+    """Count of an arm of :func:`..arms.comparison_arms`: ``unionN...`` or ``pageweaver-WINDOW...``, groups of 8.
+
+    An arm that names no window has the default one.
+    """
     first, *rest = name.split("-")
     if first.startswith("union"):
         return f"original-{first.removeprefix('union')}"
-    return f"{rest[0]}{'-unguarded' if 'paper' in rest else ''}-8"
+    window = rest[0] if rest[0].startswith("w") else f"w{Config().window}"
+    return f"{window}{'-unguarded' if 'paper' in rest else ''}-8"
 
 
 def arm_names() -> list[str]:

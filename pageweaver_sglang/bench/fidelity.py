@@ -61,7 +61,7 @@ def refusal(found: dict[str, dict[str, float]], limit: float) -> str | None:
     for kind, figures in found.items():
         most = limit * (SHARP_ALLOWANCE if kind == "sharp" else 1.0)
         if not figures["nrms"] <= most:
-            return f"refused: NRMS {figures['nrms']:.2%} against float64 on {kind} logits is above {most:.0%}"
+            return f"refused: NRMS {figures['nrms']:.2%} against float64 on {kind} logits is above {most:.1%}"
         if not figures["worst_row_nrms"] <= 5 * most:
             return f"refused: one query is off by {figures['worst_row_nrms']:.0%} on {kind} logits"
     return None

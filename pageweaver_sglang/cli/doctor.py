@@ -114,7 +114,8 @@ def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
         return None
     profile = os.environ.get("PAGEWEAVER_CONFIG")
     native = "The setting mode=native asks for SGLang's own Step 3." if config.mode == "native" else None
-    diagnosis.add("settings", f"valid; profile {profile or 'none'}, mode {config.mode}", native)
+    chosen = f"valid; profile {profile or 'none'}, mode {config.mode}, precision {config.precision}"
+    diagnosis.add("settings", chosen, native)
     if config.mode != "native" and config.fallback_engine != "native":
         _look_at_fallback(diagnosis, config.fallback_engine)
     return config

@@ -128,7 +128,8 @@ def status_line(
     first, last = compat.SUPPORTED
     untested = "" if compat.tested_version(version) else f" (untested; tested are {first} to {last})"
     return (
-        f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, window {config.window}, guard {config.guard}, "
+        f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, precision {config.precision}, "
+        f"window {config.window}, guard {config.guard}, "
         f"{', '.join(f'{what} {state}' for what, state in states.items())}, "
         f"dense layers {type(dense_backend).__name__}, "
         f"page size {page_size}, verify every {config.verify_every}, capture {config.capture_dir or 'off'}, "

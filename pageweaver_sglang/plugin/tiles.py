@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
 from pageweaver_sglang.cuda.support import COMPUTE_CAPABILITY, PAGE_SIZE
 from pageweaver_sglang.value_tiles import ValueTiles
@@ -59,12 +60,16 @@ def reserve(config: Config, v_cache: torch.Tensor) -> tuple[Config, str]:
 
     Returns:
         The settings to serve with (``engine: union8`` where there is no memory for tiles), words for the STATUS line.
+        With ``precision: high``, which no other engine has, the settings stay and :func:`taken` refuses every call.
     """
     if not _needed(config, v_cache):
         return config, "none"
-    with taken(config, v_cache) as (served_with, tiles):
-        mib = ValueTiles.nbytes(*_pool(v_cache)) / 2**20
-        return served_with, f"{mib:,.0f} MiB" if tiles is not None else f"none ({mib:,.0f} MiB not to be had)"
+    mib = ValueTiles.nbytes(*_pool(v_cache)) / 2**20
+    try:
+        with taken(config, v_cache) as (served_with, tiles):
+            return served_with, f"{mib:,.0f} MiB" if tiles is not None else f"none ({mib:,.0f} MiB not to be had)"
+    except UnsupportedError:
+        return config, f"none ({mib:,.0f} MiB not to be had, so that SGLang serves Step 3)"
 
 
 @contextlib.contextmanager
@@ -73,14 +78,19 @@ def taken(config: Config, v_cache: torch.Tensor) -> Iterator[tuple[Config, Value
 
     Yields the settings to serve it with, and the tiles; None for calls that use none. A pool that :func:`reserve` has
     not seen gets its tiles at its first call outside of a capture.
+
+    Raises:
+        UnsupportedError: there are no tiles, and ``precision: high`` cannot do without.
     """
     if not _needed(config, v_cache):
         yield config, None
         return
     key = (v_cache.device, *_pool(v_cache))
     if key not in _of_pools and not torch.cuda.is_current_stream_capturing():
-        _of_pools[key] = _allocate(*key)
+        _of_pools[key] = _allocate(*key, config)
     shared = _of_pools.get(key)
+    if shared is None and config.precision == "high":
+        raise UnsupportedError("no value tiles, which precision high needs")
     if shared is None:
         yield config.model_copy(update={"engine": "union8"}), None
         return
@@ -104,16 +114,17 @@ def _pool(v_cache: torch.Tensor) -> tuple[int, int]:
     return v_cache.shape[1], v_cache.shape[0] // PAGE_SIZE
 
 
-def _allocate(device: torch.device, kv_heads: int, pool_pages: int) -> SharedTiles | None:
+def _allocate(device: torch.device, kv_heads: int, pool_pages: int, config: Config) -> SharedTiles | None:
     try:
         return SharedTiles(ValueTiles.empty(kv_heads, pool_pages, device=device))
     except torch.OutOfMemoryError:
         logger.warning(
-            "pageweaver: no memory on %s for value tiles (%s MiB: %d KV heads, %d pages), so that engine union8 serves "
-            "instead of stream. A smaller --mem-fraction-static leaves room for them.",
+            "pageweaver: no memory on %s for value tiles (%s MiB: %d KV heads, %d pages), so that %s serves "
+            "instead of %s. A smaller --mem-fraction-static leaves room for them.",
             device,
             f"{ValueTiles.nbytes(kv_heads, pool_pages) / 2**20:,.0f}",
             kv_heads,
             pool_pages,
+            *(("SGLang's own Step 3", "precision high") if config.precision == "high" else ("engine union8", "stream")),
         )
         return None

@@ -11,6 +11,7 @@ from pageweaver_sglang._paths import configs_dir
 FIELDS = {
     "mode": "pageweaver",
     "engine": "stream",
+    "precision": "fp8",
     "window": 64,
     "guard": "window",
     "capacity": 512,
@@ -73,7 +74,8 @@ def test_environment_overrides_the_profile(profile):
 def test_every_setting_has_a_variable():
     env = {
         "PAGEWEAVER_MODE": "union8",
-        "PAGEWEAVER_ENGINE": "union8",
+        "PAGEWEAVER_ENGINE": "stream",
+        "PAGEWEAVER_PRECISION": "high",
         "PAGEWEAVER_WINDOW": "64",
         "PAGEWEAVER_GUARD": "none",
         "PAGEWEAVER_CAPACITY": "77",
@@ -93,8 +95,8 @@ def test_every_setting_has_a_variable():
         "PAGEWEAVER_CAPTURE_MAX_CALLS": "9",
         "PAGEWEAVER_CAPTURE_MAX_SECONDS": "60",
     }
-    values = ["union8", "union8", 64, "none", 77, "original", "fa3", 10, "raise", "flashinfer-xqa", "/tmp/control"]
-    values += [True, "/tmp/calls", (3, 7), (2,), 5, True, 64, 9, 60]
+    values = ["union8", "stream", "high", 64, "none", 77, "original", "fa3", 10, "raise", "flashinfer-xqa"]
+    values += ["/tmp/control", True, "/tmp/calls", (3, 7), (2,), 5, True, 64, 9, 60]
     expected = dict(zip(FIELDS, values, strict=True))
     assert pw.load_config(env=env).model_dump() == expected
     assert len(env) == len(FIELDS)
@@ -137,6 +139,7 @@ def test_variables_that_are_no_settings():
 BAD_VALUES = [
     ("mode", "fast", "native, union8 or pageweaver"),
     ("mode", None, "native, union8 or pageweaver"),
+    ("precision", "bf16", "fp8 or high"),
     ("window", 32, "64 or 128"),
     ("window", "64", "64 or 128"),
     ("window", 64.5, "64 or 128"),
@@ -195,6 +198,19 @@ def test_bad_value_in_a_profile(profile, key, value, allowed):
 def test_bad_variable(variable, value, message):
     with pytest.raises(pw.ConfigError, match=f"^{variable}: .*{message}"):
         pw.load_config(env={variable: value})
+
+
+def test_high_precision_is_not_the_paper_kernels(profile):
+    assert pw.Config(precision="high").engine == "stream"
+    assert pw.Config(precision="high", engine="portable").precision == "high"
+    assert pw.Config(precision="high", mode="union8").precision == "high"
+    message = "precision: got 'high' with engine 'union8'; allowed: fp8, or high with another engine"
+    with pytest.raises(pw.ConfigError, match=f"^Config: {message}"):
+        pw.Config(engine="union8", precision="high")
+    with pytest.raises(pw.ConfigError, match=rf"mine\.yaml: {message}"):
+        pw.load_config(profile("engine: union8\nprecision: high"), env={})
+    with pytest.raises(pw.ConfigError, match=f"^Config: {message}"):
+        pw.load_config("paper", env={"PAGEWEAVER_PRECISION": "high"})
 
 
 def test_unknown_names_list_the_known_ones(profile):

@@ -119,6 +119,7 @@ def test_prepare_unions_of_what_its_kernel_does_not_take(calls):
         (pw.Config(window=128, guard="none", capacity=9), {"window": 128, "guard": "none", "capacity": None}),
         (pw.Config(overflow="original", capacity=300), {"window": 64, "guard": "window", "capacity": 300}),
         (pw.Config(mode="union8", window=128, engine="union8"), None),
+        (pw.Config(mode="union8", precision="high"), None),
     ],
 )
 def test_sparse_prefill(calls, config, regroup_options, with_workspace):
@@ -130,7 +131,7 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     out = pw.sparse_prefill(*CASE.args(), config=config, workspace=workspace, k_scale=scale, v_scale=2.0)
     assert out.shape == CASE.q.shape
     assert (out == 1).all()
-    engine = "stream" if config is None else config.engine
+    engine, precision = ("stream", "fp8") if config is None else (config.engine, config.precision)
     stages = ["regroup", "prepare_unions", "value_tiles", "union_attention"]
     if regroup_options is None:
         stages.remove("regroup")
@@ -160,7 +161,8 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     assert target is out
     # A scale in host memory becomes a number; sm_scale has its default.
     attended_tiles = options.pop("tiles")
-    assert options == {"sm_scale": 128**-0.5, "k_scale": 0.5, "v_scale": 2.0, "engine": engine}
+    kernel = {"engine": engine, "precision": precision}
+    assert options == {"sm_scale": 128**-0.5, "k_scale": 0.5, "v_scale": 2.0, **kernel}
     assert type(options["k_scale"]) is float
     if engine == "union8":
         assert marks is None
@@ -213,7 +215,7 @@ def test_sparse_prefill_into_out(calls):
     assert calls[-1][1][-1] is out
     options = calls[-1][2]
     assert options.pop("tiles") is workspace.value_tiles(POOL_PAGES).tiles
-    assert options == {"sm_scale": 3.0, "k_scale": None, "v_scale": None, "engine": "stream"}
+    assert options == {"sm_scale": 3.0, "k_scale": None, "v_scale": None, "engine": "stream", "precision": "fp8"}
 
 
 def test_value_tiles_of_the_caller_come_before_the_workspaces(calls):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_step3 import Native, make_call
 
+from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
 from pageweaver_sglang.plugin import step3, tiles
 from pageweaver_sglang.value_tiles import ValueTiles
@@ -102,6 +103,20 @@ def test_without_memory_the_other_engine_serves_and_one_line_says_so(hopper, no_
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "engine union8 serves instead of stream" in line
     assert "2 KV heads, 3 pages" in line
+
+
+def test_without_memory_high_precision_is_sglangs_to_serve(hopper, no_memory, caplog):
+    """No other engine has that precision, and SGLang's BF16 arithmetic is as exact."""
+    high = Config(precision="high")
+    state = f"none ({MIB:,.0f} MiB not to be had, so that SGLang serves Step 3)"
+    for _ in range(3):
+        assert tiles.reserve(high, V_CACHE) == (high, state)
+        refused = pytest.raises(UnsupportedError, match="no value tiles, which precision high needs")
+        with refused, tiles.taken(high, V_CACHE):
+            pass
+    assert no_memory == [(2, 3)]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "SGLang's own Step 3 serves instead of precision high" in line
 
 
 def test_a_capture_allocates_nothing(hopper):
