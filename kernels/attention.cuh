@@ -406,15 +406,16 @@ __device__ __forceinline__ void issue_logits(float (&logits)[ptx::kAccumulators]
   }
 }
 
-// Issues O += P V of one page. The caller has fenced; it commits.
-template <int kTerms>
+// Issues O += P V of one page, or with kFresh O = P V. The caller has fenced; it commits. The smallest term goes first, as above.
+template <bool kFresh, int kTerms>
 __device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&fragments)[kTerms][kSteps][4],
                                              uint64_t vt_descriptor) {
+  ptx::wgmma_m64n128k32_rs<!kFresh>(o, fragments[kTerms - 1][0], vt_descriptor);
 #pragma unroll
-  for (int term = 0; term < kTerms; ++term)
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      ptx::wgmma_m64n128k32_rs(o, fragments[term][step], vt_descriptor + step * ptx::kDescriptorStepK32);
+  for (int i = 1; i < kTerms * kSteps; ++i) {
+    const int term = kTerms - 1 - i / kSteps, step = i % kSteps;
+    ptx::wgmma_m64n128k32_rs<true>(o, fragments[term][step], vt_descriptor + step * ptx::kDescriptorStepK32);
+  }
 }
 
 // Normalises a warp's rows and writes them to their queries' rows of the output; a query that saw nothing gets zeros, an absent one

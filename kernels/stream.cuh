@@ -46,6 +46,7 @@ struct StreamTraits {
   static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
   static constexpr int kChunks = kMaxUnion / 32;     // a lane of the loading warp holds every 32nd entry of a page list
   static constexpr int kThreads = RowTile::kThreads * (kConsumers + 1);
+  static constexpr bool kApart = kTerms > 1;  // P V of a page is summed apart and added to O in FP32
   static constexpr int kStages = kTerms == 1 ? 6 : 5;  // of 32 KiB; with Q's 32 or 64 KiB 224 of the SM's 227 KiB
   static constexpr int kGroupSlots = 2;  // of quantised queries: the group that is walked and the next
   static constexpr int kDraws = 2;       // numbers of groups on their way to the quantising warps
@@ -441,7 +442,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         softmax.finish(s, state, scale, o, fragments, lane);
       }
 #pragma unroll 1
-      while (next.members() != 0 && !next.is_far()) {
+      while (!Traits::kApart && next.members() != 0 && !next.is_far()) {
         const RingPosition<Traits::kStages> next_at = wait_for(next);
         NextPage after = read(shared.next[next_at.stage][number]);
         ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
@@ -451,7 +452,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::wgmma_fence();
         issue_logits<Traits::kTerms>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
         ptx::wgmma_commit();
-        issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+        issue_values<false>(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
         ptx::wgmma_commit();
         page = next;
         next = pass(after);
@@ -468,13 +469,18 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       }
       ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
       ptx::pin_registers(fragments);
-      ptx::pin_registers(o);
+      float(&sum)[ptx::kAccumulators] = Traits::kApart ? s : o;
+      ptx::pin_registers(sum);
       ptx::wgmma_fence();
-      issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+      issue_values<Traits::kApart>(sum, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
-      ptx::pin_registers(o);
+      ptx::pin_registers(sum);
       release(&shared.v_free[at.stage]);
+      if constexpr (Traits::kApart) {
+#pragma unroll
+        for (int i = 0; i < ptx::kAccumulators; ++i) o[i] += s[i];
+      }
       page = next;
     }
     const int query[2] = {group.queries[slot], group.queries[slot + 2]};

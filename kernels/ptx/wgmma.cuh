@@ -69,12 +69,13 @@ __device__ __forceinline__ void wgmma_m64n128k32_ss(float (&d)[kAccumulators], u
       : "l"(a), "l"(b), "n"(static_cast<int>(kAccumulate)));
 }
 
-// d += a * b; a is this thread's 16 bytes of the 64 x 32 tile: a[0], a[1]: rows g, g + 8, k = 4q to 4q + 3;
+// d = a * b (kAccumulate false) or d + a * b; a is this thread's 16 bytes of the 64 x 32 tile: a[0], a[1]: rows g, g + 8, k = 4q to 4q + 3;
 // a[2], a[3]: the same rows, k = 16 + 4q to 16 + 4q + 3.
+template <bool kAccumulate>
 __device__ __forceinline__ void wgmma_m64n128k32_rs(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " PW_D64 ", {%64, %65, %66, %67}, %68, 1, 1, 1;\n"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " PW_D64 ", {%64, %65, %66, %67}, %68, %69, 1, 1;\n"
                : PW_F64(d)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kAccumulate)));
 }
 
 #undef PW_F4
