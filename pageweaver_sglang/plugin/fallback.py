@@ -120,6 +120,8 @@ def prepare(
     """
     if config.mode == "native" or config.fallback_engine == "native":
         return None, "native"
+    if config.precision == "high" and k_cache.dtype == torch.float8_e4m3fn:  # XQA rounds Q and the weights to FP8 then
+        return None, f"native ({XQA} has no precision high for an FP8 cache)"
     try:
         function = xqa.load()
     except xqa.FlashInferError as error:

@@ -20,6 +20,7 @@ def attend(
     out=None,
     perm=None,
     engine: str | None = None,
+    precision: str = "fp8",
 ) -> torch.Tensor:
     """Run regroup (window None: original order), union prep, value tiles (for an engine that reads them) and attention.
 
@@ -50,6 +51,7 @@ def attend(
         k_scale=getattr(case, "k_scale", None),
         v_scale=getattr(case, "v_scale", None),
         engine=engine,
+        precision=precision,
         tiles=None if tiles is None else tiles.tiles,
     )
     return out

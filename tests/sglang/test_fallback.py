@@ -163,6 +163,15 @@ def test_prepared(installed, caplog):
     assert prepare(q_heads=2, pool_page_size=64)[1] == "flashinfer-xqa"
 
 
+def test_high_precision_is_not_given_up_for_it(installed):
+    """XQA rounds queries and weights to FP8 where the cache is FP8, and computes in BF16 where it is BF16."""
+    high = Config(fallback_engine="flashinfer-xqa", precision="high")
+    assert prepare(high)[1] == "flashinfer-xqa"
+    call = make_call()
+    caches = {name: call[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    assert prepare(high, **caches) == (None, "native (flashinfer-xqa has no precision high for an FP8 cache)")
+
+
 def test_not_even_imported_where_nobody_asks_for_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     for config in (Config(), Config(mode="native", fallback_engine="flashinfer-xqa")):
