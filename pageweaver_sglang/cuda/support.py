@@ -60,7 +60,8 @@ def gpu_problem(asked: str, capability: tuple[int, int]) -> str | None:
     if capability < OLDEST:
         return f"{said}, and the kernels need {'.'.join(map(str, OLDEST))} or newer (bfloat16)"
     if capability in SGLANG_IS_FASTER and asked != PORTABLE:
-        return f"{said}, where SGLang's own kernels are faster than unions of pages (engine: {PORTABLE} overrides this)"
+        overridden = f"engine: {PORTABLE} overrides this, in a server together with SGLANG_DISABLE_MSA=1"
+        return f"{said}, where SGLang's own kernels are faster than unions of pages ({overridden})"
     return None
 
 
@@ -162,7 +163,7 @@ def unsupported_reason(
     if k_cache.shape != v_cache.shape:
         return f"v_cache must have the shape of k_cache {list(k_cache.shape)}, got {list(v_cache.shape)}"
     q_heads, kv_heads = q.shape[1], k_cache.shape[1]
-    if q_heads % kv_heads or q_heads // kv_heads not in limits.ratios:
+    if kv_heads == 0 or q_heads % kv_heads or q_heads // kv_heads not in limits.ratios:
         ratios = str(GQA_RATIO) if len(limits.ratios) == 1 else f"{limits.ratios[0]} to {limits.ratios[-1]}"
         return f"q must have {ratios} query heads per KV head, got {q_heads} for {kv_heads}"
     if q.shape[2] != k_cache.shape[2]:

@@ -146,6 +146,10 @@ def test_what_portable_covers(on_gpu, changes):
     [
         ({"q": q(TOKENS, 68, 128)}, "q must have 1 to 16 query heads per KV head, got 68 for 4"),
         ({"q": q(TOKENS, 63, 128)}, "q must have 1 to 16 query heads per KV head, got 63 for 4"),
+        (
+            {"k_cache": cache(256, 0, 128), "v_cache": cache(256, 0, 128)},
+            "q must have 1 to 16 query heads per KV head, got 64 for 0",
+        ),
         ({"q": q(TOKENS, 64, 64)}, "k_cache must have q's head_dim 64, got 128"),
         ({"q": q(TOKENS, 64, 96)}, "q must have head_dim 64 or 128, got 96"),
         ({"page_size": 32}, "page_size must be 64 or 128, got 32"),
