@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -18,6 +19,7 @@ from typing import Any
 # SGLang logs this line when its warm-up is through. `/health` is no substitute: it runs a generation, which on a cold
 # server means minutes of compiling.
 READY_LINE = "The server is fired up and ready to roll"
+_ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")  # as a traceback ends
 
 
 class ServerError(RuntimeError):
@@ -101,7 +103,8 @@ class ServerProcess:
             return True
         waited = time.monotonic() - self._started
         if exit_code is not None:
-            raise ServerError(f"the server ended with exit code {exit_code} after {waited:.0f} s\n{self.tail()}")
+            ended = f"the server ended with exit code {exit_code} after {waited:.0f} s"
+            raise ServerError(f"{ended}: {self._last_words()} (log: {self.log})\n{self.tail()}")
         if waited > timeout:
             raise ServerError(f"the server was not ready after {waited:.0f} s\n{self.tail()}")
         return False
@@ -111,6 +114,12 @@ class ServerProcess:
         while not self.is_ready(timeout):
             time.sleep(0.1)
         return time.monotonic() - self._started
+
+    def _last_words(self) -> str:
+        """The log's last line that names an error, else its last line: processes that end after it may say more."""
+        lines = [line.strip() for line in self.text().splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR_LINE.match(line)]
+        return (errors or lines or ["no word of why"])[-1][:300]
 
     def tail(self, lines: int = 40) -> str:
         """The end of the log."""

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from pageweaver_sglang.config import ConfigError, load_config
 from pageweaver_sglang.serving_ab.session import Progress, run_session
 from pageweaver_sglang.serving_ab.settings import ARMS, AbError, Cell, Settings
 
@@ -111,6 +112,10 @@ _integers.__name__ = "list of integers"  # what argparse calls it in its message
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """The comparison that the options ask for. Raises AbError."""
+    try:
+        load_config()
+    except ConfigError as error:  # every server would say so, one after the other
+        raise AbError(f"the servers would refuse to start: {error}") from error
     if arguments.model.startswith(("/", "./", "../", "~")) and not Path(arguments.model).expanduser().is_dir():
         raise AbError(f"--model {arguments.model}: there is no such folder")
     try:

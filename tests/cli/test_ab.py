@@ -125,7 +125,7 @@ def test_warm_up_and_equal_prompts(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("DIE", "could not be served: the server ended with exit code 1"),
+        ("DIE", "could not be served: the server ended with exit code 1 after "),
         ("HANG", "could not be served: the server was not ready after 2 s"),
         ("REFUSE", "could not be served: warm-up: HTTP 400: "),
         ("WRONG_MODE", "could not be served: the server's log says mode native, so its figures would not be those of"),
@@ -138,6 +138,9 @@ def test_an_arm_that_cannot_be_served(arguments, tmp_path, monkeypatch, how, rea
     assert code == 1
     assert len(report["failures"]) == 1  # not tried again
     assert report["failures"][0].startswith(f"union8, block 1: {reason}")
+    if how == "DIE":
+        log = tmp_path / "out" / "logs" / "union8-block1.log"
+        assert report["failures"][0].endswith(f" s: RuntimeError: no kernel image is available (log: {log})")
     assert [(run["arm"], run["block"], run["timed"]) for run in report["runs"] if run["arm"] == "native"] == [
         ("native", 0, False),
         ("native", 1, False),
@@ -365,6 +368,14 @@ def test_nothing_could_be_served(arguments, tmp_path, monkeypatch):
 def test_what_makes_no_comparison(arguments, tmp_path, capsys, more, message):
     assert main([*arguments, *more]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+    assert pids(tmp_path) == []
+
+
+def test_a_setting_with_which_no_server_would_start(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PAGEWEAVER_WINDOW", "96")
+    assert main(arguments) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the servers would refuse to start: PAGEWEAVER_WINDOW: got 96; allowed: 64 or 128" in said
     assert pids(tmp_path) == []
 
 
