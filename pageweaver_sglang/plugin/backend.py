@@ -83,12 +83,7 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
         )
     config = load_config()
     sparse = PageWeaverSparseAttnBackend(runner, config)
-    for what, size in (("sparse block", sparse.block_size_k), ("KV page", sparse.kv_pool.page_size)):
-        if size != PAGE_SIZE:
-            raise BackendError(
-                f"--attention-backend {NAME} needs a {what} of {PAGE_SIZE} tokens, got {size}. "
-                f"Set --page-size {PAGE_SIZE}."
-            )
+    _check_sizes(sparse.block_size_k, sparse.kv_pool.page_size)
     device = torch.device(getattr(runner, "device", None) or sparse.req_to_token.device)
     kernels_state = kernels.prepare(config, device)
     sparse.step3.config = config = kernels.settings_on(config, device)
@@ -114,6 +109,20 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
     states = {"kernels": kernels_state, "value tiles": tiles_state, "fallback": fallback_state}
     logger.info("%s", status_line(config, dense_backend, page_size, states, sparse.operations))
     return MiniMaxHybridAttnBackend(dense_backend, sparse, sparse.sparse_layer_ids)
+
+
+def _check_sizes(block_size: int, page_size: int) -> None:
+    """Raise BackendError unless the model's sparse blocks and the pool's pages are what the kernels know."""
+    if block_size != PAGE_SIZE:
+        raise BackendError(
+            f"--attention-backend {NAME} serves sparse blocks of {PAGE_SIZE} tokens, and this model's "
+            f"(sparse_block_size in its config.json) have {block_size}. Choose another attention backend."
+        )
+    if page_size != PAGE_SIZE:
+        raise BackendError(
+            f"--attention-backend {NAME} needs KV pages of {PAGE_SIZE} tokens, got {page_size}. Set --page-size "
+            f"{PAGE_SIZE}."
+        )
 
 
 def status_line(

@@ -61,7 +61,9 @@ def guard(runner: Any) -> Any:
     Raises:
         SeamError: always.
     """
-    raise compat.SeamError(compat.refusal(missing_hooks() or ["SGLang reached the backend past PageWeaver's hooks"]))
+    target = _targets().get("pair", "an unknown place")
+    past = f"SGLang reached the backend past PageWeaver's hook on {target}{compat.beside(target)}"
+    raise compat.SeamError(compat.refusal(missing_hooks() or [past]))
 
 
 def missing_hooks() -> list[str]:

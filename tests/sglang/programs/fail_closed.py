@@ -25,6 +25,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 import pageweaver_sglang.plugin
+from pageweaver_sglang.plugin import compat
 
 
 def change_step3() -> None:
@@ -52,6 +53,18 @@ def change_wrapper() -> None:
     attention_registry.attn_backend_wrapper = lambda model_runner, dense: original(model_runner, dense)
 
 
+def rename_registration() -> None:
+    attention_registry.register = attention_registry.register_attention_backend
+    del attention_registry.register_attention_backend
+
+
+def hide_sparse_backend() -> None:
+    """As in an SGLang without MiniMax-M3."""
+    for name in list(sys.modules):
+        if "minimax_sparse" in name:
+            sys.modules[name] = None
+
+
 def lose_hooks(*parts: str) -> None:
     """SGLang logs and swallows what goes wrong while it applies a hook."""
     apply = HookRegistry._apply_target.__func__
@@ -69,8 +82,6 @@ def second_plugin(part: str, hook, hook_type=HookType.AROUND) -> None:
     apply = HookRegistry.apply_hooks
 
     def register_and_apply():
-        from pageweaver_sglang.plugin import compat
-
         step3 = f"{compat.STEP3_MODULE}:{compat.STEP3_NAME}"
         (target,) = (target for target in (*compat.hook_targets().values(), step3) if part in target)
         HookRegistry.register(target.replace(":", "."), hook, hook_type, source=HookSource("rival", "rival-dist"))
@@ -103,6 +114,8 @@ BREAKS = {
     "step3 has another name": rename_step3,
     "forward_extend changed": change_forward_extend,
     "wrapper changed": change_wrapper,
+    "backends are registered otherwise": rename_registration,
+    "no sparse backend": hide_sparse_backend,
     "no hook applied": lose_hooks,
     "wrapper hook not applied": lambda: lose_hooks("attn_backend_wrapper"),
     "arguments hook not applied": lambda: lose_hooks("run_resolution_pipeline", "__post_init__"),
@@ -116,6 +129,8 @@ BREAKS = {
     "second plugin bypasses the arguments": lambda: second_plugin(
         "run_resolution_pipeline" if HAS_PIPELINE else "__post_init__", bypass
     ),
+    "second plugin bypasses the pair": lambda: second_plugin("attention_backends", bypass),
+    "second plugin bypasses the build": lambda: second_plugin("_build_resolved_backend", bypass),
     "second plugin hooks step3": lambda: second_plugin("flash_prefill_with_gqa_share_sparse", pass_through),
 }
 
@@ -123,12 +138,21 @@ BREAKS = {
 stand_in_for_hybrid_backend()
 
 
-def start(*argv: str, architecture: str = "MiniMaxM3SparseForCausalLM") -> dict:
-    """What a server with these arguments would serve with, or the error with which it stops."""
+def start(
+    *argv: str, architecture: str = "MiniMaxM3SparseForCausalLM", block: int | None = None, page: int | None = None
+) -> dict:
+    """What a server with these arguments would serve with, or the error with which it stops.
+
+    ``block`` and ``page`` are other tokens per sparse block and KV page than 128.
+    """
     try:
         server_args = fake_runner.resolve("--model-path", "dummy", "--device", "cpu", *argv)
         fake_runner.publish(server_args)
         runner = fake_runner.make_runner(server_args, fake_runner.make_pool(4), architecture=architecture)
+        if block is not None:
+            runner.model_config.hf_config.sparse_attention_config["sparse_block_size"] = block
+        if page is not None:
+            runner.token_to_kv_pool.page_size = page
         backend = fake_runner.build_backend(runner)
         return {"backend": type(backend).__name__, "sparse": type(backend.sparse).__name__}
     except Exception as error:
@@ -178,6 +202,11 @@ def starts(broken: str) -> dict:
         pageweaver_sglang.plugin.register()
         report["hooks after loading again"] = count_hooks()
         report["choices"] = list(sglang.srt.server_args.ATTENTION_BACKEND_CHOICES)
+        version, compat.sglang_version = compat.sglang_version, lambda: "0.6.0"
+        report["newer"] = start("--attention-backend", "pageweaver")
+        compat.sglang_version = version
+        report["block 64"] = start("--attention-backend", "pageweaver", block=64)
+        report["page 64"] = start("--attention-backend", "pageweaver", page=64)
         report["llama"] = start("--attention-backend", "pageweaver", architecture="LlamaForCausalLM")
         report["without plugin"] = start_in_a_process_without_the_plugin("--attention-backend", "pageweaver")
     return report
