@@ -264,7 +264,9 @@ def _check_number(name: str, value: float, dtype: str) -> None:
 
 def _check_lengths(workload: Workload, sizes: dict[str, int]) -> None:
     bounds = workload.cu_seqlens
-    if sizes["requests"] < 1 or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
+    if sizes["requests"] < 1:
+        raise ValueError("cu_seqlens must have at least one request, got none")
+    if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
         raise ValueError(f"cu_seqlens must begin with 0 and not decrease, got {bounds.tolist()}")
     if int(bounds[-1]) > sizes["tokens"]:
         raise ValueError(f"cu_seqlens must end at most at tokens={sizes['tokens']}, got {int(bounds[-1])}")

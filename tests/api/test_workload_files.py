@@ -111,6 +111,10 @@ WRONG = [
     ({"cu_seqlens": np.array([1, 3], np.int32)}, "cu_seqlens must begin with 0 and not decrease"),
     ({"cu_seqlens": np.array([0, 4], np.int32)}, "cu_seqlens must end at most at tokens=3, got 4"),
     ({"cu_seqlens": np.array([0], np.int32)}, r"prefix_lens must be int32 \[requests=0\], got int32 \[1\]"),
+    (
+        {name: np.zeros(size, np.int32) for name, size in (("cu_seqlens", 1), ("prefix_lens", 0), ("seq_lens", 0))},
+        "cu_seqlens must have at least one request, got none",
+    ),
     ({"cu_seqlens": np.array([], np.int32)}, "cu_seqlens|prefix_lens"),
     ({"cu_seqlens": np.array([0, 3, 2], np.int32)}, r"prefix_lens must be int32 \[requests=2\], got int32 \[1\]"),
     (

@@ -230,3 +230,19 @@ def test_pickles_and_wrong_shapes_are_refused(tmp_path, capsys):
     ):
         assert main(["bench", "--reference", str(tmp_path / f"{name}.npz"), "--out", str(tmp_path)]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_nvcc_it_says_what_is_missing(monkeypatch, tmp_path):
+    """What the measuring process does first; its ValueErrors are the command's messages."""
+    from pageweaver_sglang.bench import compare
+    from pageweaver_sglang.cli.bench import prepare_gpu
+    from pageweaver_sglang.cuda import loader
+
+    monkeypatch.setattr(compare, "unusable_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(loader, "_modules", {})
+    monkeypatch.setattr(loader, "nvcc_path", lambda: None)
+    monkeypatch.delenv("PAGEWEAVER_NVCC", raising=False)
+    monkeypatch.setenv("PAGEWEAVER_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match=r"can't be built or loaded \(.*no nvcc was found\. Install the CUDA toolkit"):
+        prepare_gpu()

@@ -370,6 +370,15 @@ def test_build_command(toolkit, capsys):
     assert "identifier is undefined" in capsys.readouterr().err
 
 
+def test_build_command_without_nvcc(toolkit, monkeypatch, capsys):
+    monkeypatch.setattr(loader, "nvcc_path", lambda: None)
+    monkeypatch.delenv("PAGEWEAVER_NVCC")
+    assert build.main([]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("pageweaver: the CUDA kernels have to be compiled once and no nvcc was found. Install")
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_hint_without_a_host_compiler(toolkit, monkeypatch):
     toolkit.install(fails=True)

@@ -19,6 +19,7 @@ from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.cli import main
 from pageweaver_sglang.config import Config
 from pageweaver_sglang.plugin import control, operations, step3, timing
+from pageweaver_sglang.plugin.options import BackendError
 from pageweaver_sglang.serving_ab.serverlog import read_log
 
 
@@ -219,6 +220,15 @@ def test_a_folder_that_was_asked_for_must_be_usable(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(control.ControlError, match="cannot be written"):
         operations.Operations(Config(control_dir=str(tmp_path / "file")))
+
+
+def test_a_server_stops_where_it_is_not_usable(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(operations, "make_metrics", lambda runner: None)
+    monkeypatch.setattr(operations, "_operations", None)
+    with pytest.raises(BackendError, match=r"^--attention-backend pageweaver: control_dir: .*cannot be written"):
+        operations.of_this_process(Config(control_dir=str(tmp_path / "file")), runner=None)
+    assert operations._operations is None
 
 
 def test_states_of_long_ago_are_swept_out(running, tmp_path):
