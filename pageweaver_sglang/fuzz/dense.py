@@ -61,7 +61,8 @@ def call_weights(call: Call, arithmetic: Arithmetic) -> float:
     """The relative error of a softmax weight in this call."""
     if call.exact:
         return arithmetic.exact_weights
-    return arithmetic.weights + (arithmetic.q * call.logit_size if call.style == "rounded" else 0.0)
+    of_logit = arithmetic.logits + (arithmetic.q if call.style == "rounded" else 0.0)
+    return arithmetic.weights + of_logit * call.logit_size
 
 
 def visible(tensors: Tensors, page_size: int) -> torch.Tensor:

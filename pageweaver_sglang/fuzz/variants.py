@@ -16,13 +16,15 @@ class Arithmetic:
     Attributes:
         weights: error of a softmax weight.
         exact_weights: the same where every weight is a number that the engine holds exactly.
-        q: error of a weight that rounding Q makes, per unit of a logit's standard deviation.
+        logits: error of a weight that adding up its logit makes, per unit of a logit's standard deviation.
+        q: error of a weight that rounding Q makes, likewise.
         output: error of a row that rounding its elements makes.
         sums: error of a row that adding up the values makes, per page that it sees.
     """
 
     weights: float
     exact_weights: float
+    logits: float
     q: float
     output: float
     sums: float
@@ -30,13 +32,16 @@ class Arithmetic:
 
 # E4M3 has 3 bits behind the point: a weight is off by 1/17 of itself at most. Rows of V are not quite orthogonal, so
 # that errors of two weights can add up to a little more than the root of their squares: a third is added. Q is off by
-# 2.6 % (root of the mean square), a logit of deviation 1 by as much, here times 6. Tensor cores truncate sums of FP8
-# products to some 14 bits, four times a page and more.
-FP8 = Arithmetic(weights=0.08, exact_weights=0.004, q=0.15, output=0.006, sums=0.002)
+# 2.6 % (root of the mean square), a logit of deviation 1 by as much, here times 6. Tensor cores cut products and sums
+# some 13 bits behind the leading one, four times a page and more; V has no mean here, so that little is lost.
+FP8 = Arithmetic(weights=0.08, exact_weights=0.004, logits=0.002, q=0.15, output=0.006, sums=8e-4)
+# Weights in FP16, their first four bits and the rest (rounded) as two E4M3 numbers; Q's eight bits in two, too, but for
+# elements far below a row's largest; a page's sum is added in FP32.
+HIGH = Arithmetic(weights=0.012, exact_weights=0.004, logits=0.002, q=0.01, output=0.006, sums=2e-4)
 # FP16 or BF16 weights (half a unit of 8 bits at worst), BF16 queries as they are, sums in FP32.
-SIXTEEN_BITS = Arithmetic(weights=0.006, exact_weights=0.002, q=0.0, output=0.006, sums=1e-4)
+SIXTEEN_BITS = Arithmetic(weights=0.006, exact_weights=0.002, logits=2e-4, q=0.0, output=0.006, sums=1e-4)
 # The reference engine: float64, rounded to BF16 at the end (half a unit of 8 bits).
-FLOAT64 = Arithmetic(weights=1e-9, exact_weights=1e-9, q=0.0, output=0.004, sums=0.0)
+FLOAT64 = Arithmetic(weights=1e-9, exact_weights=1e-9, logits=0.0, q=0.0, output=0.004, sums=0.0)
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ _PORTABLE_SHAPES = (
 VARIANTS = {
     "stream": Variant({"engine": "stream"}, FP8, twin="union8", value_tiles=True),
     "union8": Variant({"engine": "union8"}, FP8, twin="stream"),
+    "high": Variant({"engine": "stream", "precision": "high"}, HIGH, value_tiles=True),
     "portable": Variant(
         {"engine": "portable"}, SIXTEEN_BITS, shapes=_PORTABLE_SHAPES, hopper=False, compiled_apart=True
     ),
