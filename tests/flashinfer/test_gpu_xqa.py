@@ -1,4 +1,4 @@
-"""FlashInfer's own XQA on a Hopper GPU, against the float64 reference. FlashInfer compiles four kernels for this."""
+"""FlashInfer's own XQA on a Hopper GPU, against the float64 reference. FlashInfer compiles five kernels for this."""
 
 from __future__ import annotations
 
