@@ -73,14 +73,17 @@ pw::Lengths lengths_of(const TensorView& cu_seqlens, const TensorView& prefix_le
   return lengths;
 }
 
-// topk_idx int32 [kv_heads, tokens, k] -> perm int32 [kv_heads, tokens].
+// topk_idx int32 [kv_heads, tokens, k] -> perm int32 [kv_heads, tokens]; adds to visits int64 [2], if given.
 void regroup(TensorView topk_idx, TensorView cu_seqlens, TensorView prefix_lens, TensorView perm, int64_t window, int64_t group_size,
-             int64_t page_size, int64_t capacity, bool guard_window) {
+             int64_t page_size, int64_t capacity, bool guard_window, Optional<TensorView> visits) {
   require(topk_idx.stride(2) == 1 && perm.IsContiguous(), "regroup", "topk_idx rows and perm must be contiguous");
+  require(!visits.has_value() || (visits.value().IsContiguous() && visits.value().numel() == 2 && visits.value().dtype().bits == 64),
+          "regroup", "visits must be int64 [2]");
   DeviceGuard guard(topk_idx);
   check_cuda(pw::launch_regroup(data<const int32_t>(topk_idx), topk_idx.stride(0), topk_idx.stride(1), topk_idx.size(0), topk_idx.size(2),
                                 lengths_of(cu_seqlens, prefix_lens, Optional<TensorView>(), topk_idx.size(1)), window, group_size,
-                                page_size, capacity, guard_window, data<int32_t>(perm), current_stream(topk_idx)),
+                                page_size, capacity, guard_window, data<int32_t>(perm),
+                                const_cast<unsigned long long*>(data_or_null<unsigned long long>(visits)), current_stream(topk_idx)),
              "regroup");
 }
 

@@ -27,7 +27,7 @@
 //                         winner's pages from the own `remaining` bitmap (registers); cost = popcount. A seed needs no
 //                         minimum: every warp tracks the unassigned set. In windows of 64 the first warp does it alone,
 //                         two queries per lane, and needs no barriers.
-//   Guard                 visits of the original order (block sum, 1 B) before phase 2, of the new one after it.
+//   Guard, counters       visits of the original order (block sum, 1 B) before phase 2, of the new one after it.
 //   (B = barrier of the CTA)
 //
 // Up to 4096 pages a page's id is its entry in the table; past that a hash table of the window's pages gives the entry.
@@ -50,6 +50,8 @@ constexpr uint32_t kSingle = 0xffff;  // name of a page that occurs once
 constexpr int kCostShift = 26, kQueryShift = 19;
 constexpr uint32_t kRowMask = (1u << kQueryShift) - 1;
 constexpr uint32_t kAssigned = 32u << kCostShift;  // more than any cost: the query has its place
+
+constexpr int kSinglesShift = 16;  // where a sum of visits has those of pages without a bit
 
 template <int kWindow>
 struct RegroupTraits {
@@ -78,6 +80,7 @@ struct RegroupTraits {
   static_assert(kGreedyWarps == 1 || kGreedyThreads == kThreads, "a barrier needs all threads");
   static_assert(kHashEntries <= kTableEntries, "entries of the hash table are entries of the name table");
   static_assert(kOccurrences / 2 < kSingle, "names and kSingle must differ");
+  static_assert(kOccurrences < 1 << (kSinglesShift - 1), "two sums of visits in one int");
   static_assert(kWindow << kQueryShift <= 1 << kCostShift, "number of a query in its key");
   static_assert(kWindow * row_stride(kMaxWords) * 4 <= 1 << kQueryShift, "offset of a row in a key");
   static_assert(sizeof(Shared) <= 48 * 1024, "static shared memory");
@@ -265,21 +268,29 @@ __device__ inline uint32_t least_key(typename RegroupTraits<kWindow>::Shared& sh
 }
 
 // Phase 2 for bitmaps of kWords words: orders the window's queries and writes out[place] = first + query.
+//
+// With `visits` it also adds the page visits of the original order to visits[0], and those of the order that is written
+// to visits[1]. The additions of all windows go in any order; their sum is the same.
 template <int kWindow, int kWords>
 __device__ inline void order_window(typename RegroupTraits<kWindow>::Shared& shared, const int (&entries)[kMaxTopk],
-                                    int first, int queries, int group_size, bool guard, int32_t* out) {
+                                    int first, int queries, int group_size, bool guard, int32_t* out,
+                                    unsigned long long* visits) {
   using Traits = RegroupTraits<kWindow>;
   constexpr int kStride = Traits::row_stride(kWords), kEach = Traits::kQueriesPerThread;
   const int t = threadIdx.x, lane = t % kWarpSize;
   write_row<kWindow, kWords>(shared, entries);
-  const int original = guard ? block_sum<Traits::kWarps>(
-                                   original_visits<kWindow, kWords>(shared.rows, queries, group_size), shared.sums[0])
-                             : 0;
+  const bool compare = guard || visits != nullptr;
+  // Both sums in one: visits of the original order without the pages that have no bit, and above them those pages.
+  const int sums = compare ? block_sum<Traits::kWarps>(
+                                 original_visits<kWindow, kWords>(shared.rows, queries, group_size) +
+                                     (static_cast<int>(shared.singles[t]) << kSinglesShift),
+                                 shared.sums[0])
+                           : 0;
   if (t >= Traits::kGreedyThreads) return;
 
   uint32_t remaining[kEach][kWords];  // pages of the thread's queries that the group's union does not hold
   uint32_t base[kEach], own_cost[kEach], key[kEach];
-  int place[kEach] = {}, visits = 0;  // in the new order, pages without a bit left out
+  int place[kEach] = {}, added = 0;  // visits of the new order, pages without a bit left out
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
     const int query = t + r * Traits::kGreedyThreads;
@@ -298,7 +309,7 @@ __device__ inline void order_window(typename RegroupTraits<kWindow>::Shared& sha
     for (int r = 0; r < kEach; ++r)
       if (query == t + r * Traits::kGreedyThreads) {
         place[r] = position;
-        visits += static_cast<int>((key[r] - base[r]) >> kCostShift);
+        added += static_cast<int>((key[r] - base[r]) >> kCostShift);
         base[r] |= kAssigned;
       }
   };
@@ -333,10 +344,15 @@ __device__ inline void order_window(typename RegroupTraits<kWindow>::Shared& sha
   }
 
   bool keep = false;
-  if (guard) {
-    const int total = Traits::kGreedyWarps > 1 ? block_sum<Traits::kWarps>(visits, shared.sums[1])
-                                               : __reduce_add_sync(kFullWarp, visits);
-    keep = total >= original;
+  if (compare) {
+    const int total = Traits::kGreedyWarps > 1 ? block_sum<Traits::kWarps>(added, shared.sums[1])
+                                               : __reduce_add_sync(kFullWarp, added);
+    const int original = sums & ((1 << kSinglesShift) - 1), singles = sums >> kSinglesShift;
+    keep = guard && total >= original;
+    if (visits != nullptr && t == 0) {
+      atomicAdd(visits, static_cast<unsigned long long>(original + singles));
+      atomicAdd(visits + 1, static_cast<unsigned long long>((keep ? original : total) + singles));
+    }
   }
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
@@ -351,7 +367,7 @@ template <int kWindow>
 __global__ void __launch_bounds__(kWindow, 4)
     regroup_kernel(const int32_t* __restrict__ topk, int64_t head_stride, int64_t row_stride, int k, bool vectors,
                    Lengths lengths, int group_size, int page_size, int capacity, bool guard,
-                   int32_t* __restrict__ perm) {
+                   int32_t* __restrict__ perm, unsigned long long* __restrict__ visits) {
   using Traits = RegroupTraits<kWindow>;
   PW_SHARED(typename Traits::Shared, shared);
   let_next_kernel_start();  // union preparation may take its place already
@@ -376,26 +392,28 @@ __global__ void __launch_bounds__(kWindow, 4)
   drop_invalid(pages, ids);
   const int bits = name_pages<kWindow>(shared, pages, ids);
   if (bits <= 4 * 32)
-    order_window<kWindow, 4>(shared, ids, first, queries, group_size, guard, out);
+    order_window<kWindow, 4>(shared, ids, first, queries, group_size, guard, out, visits);
   else if (bits <= 6 * 32)
-    order_window<kWindow, 6>(shared, ids, first, queries, group_size, guard, out);
+    order_window<kWindow, 6>(shared, ids, first, queries, group_size, guard, out, visits);
   else if (bits <= 8 * 32)
-    order_window<kWindow, 8>(shared, ids, first, queries, group_size, guard, out);
+    order_window<kWindow, 8>(shared, ids, first, queries, group_size, guard, out, visits);
   else if (bits <= 16 * 32)
-    order_window<kWindow, 16>(shared, ids, first, queries, group_size, guard, out);
+    order_window<kWindow, 16>(shared, ids, first, queries, group_size, guard, out, visits);
   else
-    order_window<kWindow, Traits::kMaxWords>(shared, ids, first, queries, group_size, guard, out);
+    order_window<kWindow, Traits::kMaxWords>(shared, ids, first, queries, group_size, guard, out, visits);
 }
 
 // ---------------------------------------------------------------- Launcher
 // topk int32 [kv_heads, tokens, k] with the strides given in elements (the ids of a row are contiguous), k <= 16;
 // window 64 or 128; group_size 1..32. capacity 0: every request is regrouped; > 0: a request of more logical pages
 // keeps its original order. guard_window: a window keeps its original order unless the new one has fewer page visits.
-// Writes perm int32 [kv_heads, tokens], contiguous; padding rows get their own id. Asynchronous; reads nothing on the
-// host.
+// Writes perm int32 [kv_heads, tokens], contiguous; padding rows get their own id. visits uint64 [2], or null: page
+// visits in the original order and in the one written are added; padding rows, and requests past the capacity, add
+// nothing. Asynchronous; reads nothing on the host.
 inline cudaError_t launch_regroup(const int32_t* topk, int64_t topk_head_stride, int64_t topk_row_stride, int kv_heads,
                                   int k, Lengths lengths, int window, int group_size, int page_size, int capacity,
-                                  bool guard_window, int32_t* perm, cudaStream_t stream) {
+                                  bool guard_window, int32_t* perm, unsigned long long* visits,
+                                  cudaStream_t stream) {
   if (k < 0 || k > kMaxTopk || (window != 64 && window != 128) || group_size < 1 || group_size > kMaxRegroupGroup ||
       page_size < 1 || capacity < 0 || lengths.requests < 0)
     return cudaErrorInvalidValue;
@@ -404,10 +422,10 @@ inline cudaError_t launch_regroup(const int32_t* topk, int64_t topk_head_stride,
   const dim3 grid(lengths.tokens / window + lengths.requests + 1, kv_heads);
   if (window == 64)
     PW_LAUNCH(regroup_kernel<64>, grid, dim3(64), stream, topk, topk_head_stride, topk_row_stride, k, vectors, lengths,
-              group_size, page_size, capacity, guard_window, perm);
+              group_size, page_size, capacity, guard_window, perm, visits);
   else
     PW_LAUNCH(regroup_kernel<128>, grid, dim3(128), stream, topk, topk_head_stride, topk_row_stride, k, vectors,
-              lengths, group_size, page_size, capacity, guard_window, perm);
+              lengths, group_size, page_size, capacity, guard_window, perm, visits);
   return cudaGetLastError();
 }
 

@@ -27,10 +27,11 @@ def regroup(
     page_size: int,
     capacity: int | None,
     guard: str,
+    visits: Tensor | None = None,
 ) -> None:
     """Write Algorithm 1's order of queries to ``perm``, int32 [kv_heads, tokens]; see ``pageweaver_sglang.regroup``."""
     load(architecture_on(topk_idx.device)).pw_regroup(
-        topk_idx, cu_seqlens, prefix_lens, perm, window, group_size, page_size, capacity or 0, guard == "window"
+        topk_idx, cu_seqlens, prefix_lens, perm, window, group_size, page_size, capacity or 0, guard == "window", visits
     )
 
 

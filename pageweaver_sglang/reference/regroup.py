@@ -21,10 +21,13 @@ def regroup(
     page_size: int = 128,
     capacity: int | None = None,
     guard: str = "none",
+    visits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Permute the queries of every window so that queries of one group picked similar pages.
 
     Arguments, result and errors are those of :func:`pageweaver_sglang.regroup`; any window and any k are accepted.
+    ``visits``, int64 ``[2]``, is added to: the page visits of the original order and those of the returned one, all
+    windows and KV heads together. Padding rows, and requests past ``capacity``, add nothing.
     """
     checks.check_regroup(
         topk_idx,
@@ -49,12 +52,17 @@ def regroup(
     batch = max(1, _BATCH_IDS // (window * k))
     for head in range(kv_heads):
         for first in range(0, len(windows), batch):
-            _regroup_batch(supports[head], windows[first : first + batch], group_size, guard, perm[head])
+            _regroup_batch(supports[head], windows[first : first + batch], group_size, guard, perm[head], visits)
     return perm
 
 
 def _regroup_batch(
-    supports: torch.Tensor, windows: list[Window], group_size: int, guard: str, perm: torch.Tensor
+    supports: torch.Tensor,
+    windows: list[Window],
+    group_size: int,
+    guard: str,
+    perm: torch.Tensor,
+    visits: torch.Tensor | None,
 ) -> None:
     """Write the new order of some windows into ``perm`` ``[tokens]``; ``supports`` is ``[tokens, k]``."""
     device = supports.device
@@ -67,10 +75,14 @@ def _regroup_batch(
     # Rows behind a short window repeat token 0: they are never chosen.
     picked = supports[ids.masked_fill(~exists, 0)]
     order = _greedy(*_rename(picked), lengths, group_size)
-    if guard == "window":
-        regrouped = picked.gather(1, order[..., None].expand_as(picked))
-        better = _visits(regrouped, exists, group_size) < _visits(picked, exists, group_size)
-        order = torch.where(better[:, None], order, place)
+    if guard == "window" or visits is not None:
+        original = _visits(picked, exists, group_size)
+        regrouped = _visits(picked.gather(1, order[..., None].expand_as(picked)), exists, group_size)
+        if guard == "window":
+            order = torch.where((regrouped < original)[:, None], order, place)
+            regrouped = torch.minimum(regrouped, original)
+        if visits is not None:
+            visits += torch.stack([original.sum(), regrouped.sum()])
     new_ids = starts[:, None] + order
     perm[ids[exists]] = new_ids[exists].to(torch.int32)
 

@@ -100,9 +100,14 @@ class HostKernels:
         return ctypes.c_void_p(topk.ctypes.data), head, row, topk.shape[0], topk.shape[2]
 
     def regroup(
-        self, topk, cu_seqlens, prefix_lens, *, window=128, group_size=8, page_size=128, capacity=0, guard=False, seed=0
-    ) -> np.ndarray:
-        """perm int32 [kv_heads, tokens]; ``topk`` int32 [kv_heads, tokens, k], rows contiguous."""
+        self, topk, cu_seqlens, prefix_lens, *, window=128, group_size=8, page_size=128, capacity=0, guard=False, seed=0,
+        visits=None,
+    ) -> np.ndarray:  # fmt: skip
+        """perm int32 [kv_heads, tokens]; ``topk`` int32 [kv_heads, tokens, k], rows contiguous.
+
+        ``visits``, int64 [2], is added to: page visits of the original order and of perm.
+        """
+        assert visits is None or (visits.dtype == np.int64 and visits.shape == (2,))
         cu_seqlens, prefix_lens = _int32(cu_seqlens), _int32(prefix_lens)
         tokens = topk.shape[1]
         lengths = _Lengths(_address(cu_seqlens), _address(prefix_lens), None, len(prefix_lens), tokens)
@@ -110,7 +115,7 @@ class HostKernels:
         self._lib.host_set_seed(ctypes.c_uint64(seed))
         code = self._lib.host_regroup(
             *self._topk(topk), ctypes.byref(lengths), window, group_size, page_size, capacity, int(guard),
-            ctypes.c_void_p(perm.ctypes.data),
+            ctypes.c_void_p(perm.ctypes.data), ctypes.c_void_p(_address(visits)),
         )  # fmt: skip
         self._check(code)
         return perm

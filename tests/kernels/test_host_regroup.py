@@ -23,6 +23,7 @@ from host_kernels import (
 )
 
 import pageweaver_sglang as pw
+from tests import naive
 from tests.generators import CASE_NAMES, make_case
 
 pytestmark = pytest.mark.skipif(not HAS_GXX, reason="no g++ on PATH")
@@ -248,6 +249,47 @@ def test_launcher_refuses(kernels, options):
 def test_launcher_refuses_more_than_16_ids(kernels):
     with pytest.raises(KernelFailure, match="invalid value"):
         kernels.regroup(np.zeros((1, 4, 17), np.int32), [0, 4], [0])
+
+
+# ----------------------------------------------------------------- Visits counted on the way
+def counted(kernels, topk, cu_seqlens, prefix_lens, **options):
+    """The order and what was added to the counters; they begin with other values than zero, and order as without."""
+    visits = np.array([7, 1 << 40])
+    perm = kernels.regroup(topk, cu_seqlens, prefix_lens, visits=visits, **options)
+    np.testing.assert_array_equal(perm, kernels.regroup(topk, cu_seqlens, prefix_lens, **options))
+    return perm, list(visits - [7, 1 << 40])
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("window", [64, 128])
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_counters_are_the_plans_visits(kernels, workload, window, guard):
+    w = pw.load_workload(DATA / f"{workload}.npz")
+    arguments = (w.topk_idx.numpy(), w.cu_seqlens.numpy(), w.prefix_lens.numpy())
+    perm, visits = counted(kernels, *arguments, window=window, guard=guard)
+    lengths = (w.cu_seqlens, w.seq_lens, w.prefix_lens)
+    plans = (pw.prepare_unions(w.topk_idx, order, *lengths) for order in (None, torch.from_numpy(perm)))
+    assert visits == [plan.visits() for plan in plans]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_counters_of_hostile_inputs(kernels, seed):
+    """The kernel's and the reference engine's are those that sets and loops count, window by window."""
+    (topk, cu_seqlens, prefix_lens), options = hostile(seed, max_requests=3, max_length=90)
+    perm, visits = counted(kernels, topk, cu_seqlens, prefix_lens, **options, seed=seed % 3)
+    expected = [0, 0]
+    for head, rows in enumerate(topk.tolist()):
+        for request, ids in naive.windows(cu_seqlens.tolist(), options["window"]):
+            tokens = int(prefix_lens[request] + cu_seqlens[request + 1] - cu_seqlens[request])
+            if options["capacity"] and -(-tokens // options["page_size"]) > options["capacity"]:
+                continue
+            supports = {query: naive.support_set(rows[query], tokens, options["page_size"]) for query in ids}
+            for number, order in enumerate((ids, perm[head, ids[0] : ids[-1] + 1].tolist())):
+                expected[number] += naive.visits(order, supports, options["group_size"])
+    assert visits == expected
+    of_reference = torch.tensor([7, 1 << 40])
+    reference(topk, cu_seqlens, prefix_lens, visits=of_reference, **options)
+    assert (of_reference - torch.tensor([7, 1 << 40])).tolist() == expected
 
 
 # ----------------------------------------------------------------- What the shim finds, and that it can find it

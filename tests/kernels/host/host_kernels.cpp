@@ -19,10 +19,10 @@ EXPORT int host_divide(int n, int divisor) { return pw::Divisor(divisor).divide(
 
 EXPORT int host_regroup(const int32_t* topk, int64_t head_stride, int64_t row_stride, int kv_heads, int k,
                         const pw::Lengths* lengths, int window, int group_size, int page_size, int capacity, int guard,
-                        int32_t* perm) {
+                        int32_t* perm, unsigned long long* visits) {
   shim::message.clear();
   return pw::launch_regroup(topk, head_stride, row_stride, kv_heads, k, *lengths, window, group_size, page_size,
-                            capacity, guard != 0, perm, nullptr);
+                            capacity, guard != 0, perm, visits, nullptr);
 }
 
 EXPORT int host_union_prep(const int32_t* topk, int64_t head_stride, int64_t row_stride, int kv_heads, int k,
