@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Config": "config",
     "ConfigError": "config",
+    "History": "auto.history",
     "UnionPlan": "plan",
     "UnsupportedError": "checks",
     "ValueTiles": "value_tiles",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .api import prepare_unions as prepare_unions
     from .api import regroup as regroup
     from .api import sparse_prefill as sparse_prefill
+    from .auto.history import History as History
     from .checks import UnsupportedError as UnsupportedError
     from .config import Config as Config
     from .config import ConfigError as ConfigError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from . import checks, reference
+from .auto.history import Decision, can_pay
 from .config import Config
-from .plan import UnionPlan
+from .plan import GROUP_SIZE, UnionPlan
 from .value_tiles import ValueTiles
 from .workspace import Workspace
 
@@ -21,6 +22,7 @@ def regroup(
     page_size: int = 128,
     capacity: int | None = None,
     guard: str = "none",
+    visits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Permute the queries of every window so that queries of one group picked similar pages.
 
@@ -38,6 +40,8 @@ def regroup(
         page_size: tokens per page.
         capacity: a request of more logical pages than this keeps its original order; None for no limit.
         guard: ``"window"`` keeps a window's original order unless regrouping lowers its page visits; ``"none"``.
+        visits: int64 ``[2]``, contiguous: the page visits of the original order and those of the returned one, all
+            windows and KV heads together, are added. Padding rows, and requests past ``capacity``, add nothing.
 
     Returns:
         int32 ``[kv_heads, tokens]``, contiguous: for every request a permutation of its token ids, window by window.
@@ -57,6 +61,7 @@ def regroup(
             page_size=page_size,
             capacity=capacity,
             guard=guard,
+            visits=visits,
         )
     checks.check_regroup(
         topk_idx,
@@ -67,6 +72,7 @@ def regroup(
         page_size=page_size,
         capacity=capacity,
         guard=guard,
+        visits=visits,
     )
     checks.check_regroup_kernel(topk_idx, window=window)
     from .cuda import ops
@@ -83,6 +89,7 @@ def regroup(
             page_size=page_size,
             capacity=capacity,
             guard=guard,
+            visits=visits,
         )
     return perm
 
@@ -169,6 +176,7 @@ def sparse_prefill(
     config: Config | None = None,
     workspace: Workspace | None = None,
     value_tiles: ValueTiles | None = None,
+    decision: Decision | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend every query to the visible tokens of the pages it picked (Step 3 of MiniMax-M3's sparse prefill).
@@ -198,11 +206,13 @@ def sparse_prefill(
         k_scale: what a stored key is multiplied by: None (1), a float or a float32 tensor of one element.
         v_scale: the same for values.
         page_size: tokens per page. CUDA: 128, with the engine ``portable`` also 64.
-        config: settings; None for the defaults. ``mode`` must be ``pageweaver`` or ``union8``.
+        config: settings; None for the defaults. ``mode`` must not be ``native``.
         workspace: buffers to use instead of allocating; of ``group_size`` 8, or what
             :func:`.cuda.support.union_group_size` says where the engine is ``portable``.
         value_tiles: where the stream engine keeps V's tiles, instead of the workspace's or of memory allocated for the
             call. Of the pool's size; the call before that used it must be ahead in the same stream.
+        decision: in mode ``auto``, what a :class:`pageweaver_sglang.History` decided for this very call. Without one
+            the call regroups unless it is so small that regrouping cannot pay.
         out: ``[tokens, q_heads, head_dim]`` of q's dtype, contiguous: where to write the result.
 
     Returns:
@@ -224,12 +234,17 @@ def sparse_prefill(
         config=config,
         workspace=workspace,
         value_tiles=value_tiles,
+        decision=decision,
         out=out,
     )
     tokens, q_heads, head_dim = q.shape
+    measurement = None if decision is None else decision.measurement
     if out is None and workspace is not None and workspace.q_heads is not None:
         out = workspace.out(tokens)
     if not _on_cuda(q):
+        if measurement is not None:
+            _count_visits(topk_idx, cu_seqlens, prefix_lens, page_size, config or Config(), measurement.visits)
+            measurement.send()
         return reference.sparse_prefill(
             *arguments, sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out
         )
@@ -281,7 +296,9 @@ def sparse_prefill(
         )
     marks = None if value_tiles is None else value_tiles.begin()
     perm = None
-    if config.mode == "pageweaver":
+    if measurement is not None and torch.cuda.is_current_stream_capturing():
+        measurement = None  # every replay would count again
+    if _regroups(config, decision, kv_heads * tokens, k):
         perm = (
             workspace.perm(tokens)
             if workspace is not None
@@ -297,6 +314,7 @@ def sparse_prefill(
             page_size=page_size,
             capacity=config.regroup_capacity,
             guard=config.guard,
+            visits=None if measurement is None else measurement.visits,
         )
     ops.prepare_unions(
         topk_idx,
@@ -328,7 +346,38 @@ def sparse_prefill(
         precision=config.precision,
         tiles=None if value_tiles is None else value_tiles.tiles,
     )
+    if measurement is not None:
+        measurement.send()
     return out
+
+
+def _regroups(config: Config, decision: Decision | None, rows: int, topk: int) -> bool:
+    """Whether a call of ``rows`` (query, KV head) pairs regroups."""
+    if config.mode != "auto":
+        return config.mode == "pageweaver"
+    return can_pay(config, rows, topk) if decision is None else decision.regroup
+
+
+def _count_visits(
+    topk_idx: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    page_size: int,
+    config: Config,
+    visits: torch.Tensor,
+) -> None:
+    """Count as the regroup kernel does; the reference engine itself has no use for an order."""
+    reference.regroup(
+        topk_idx,
+        cu_seqlens,
+        prefix_lens,
+        window=config.window,
+        group_size=GROUP_SIZE,
+        page_size=page_size,
+        capacity=config.regroup_capacity,
+        guard=config.guard,
+        visits=visits,
+    )
 
 
 def _on_cuda(tensor: object) -> bool:

@@ -154,6 +154,7 @@ def check_regroup(
     page_size: Any,
     capacity: Any,
     guard: Any,
+    visits: Any,
 ) -> None:
     """Check the arguments of ``regroup``. Raises TypeError or ValueError."""
     function = "regroup"
@@ -164,6 +165,10 @@ def check_regroup(
         _integer(function, "capacity", capacity, 1)
     if guard not in GUARDS:
         _fail(ValueError, function, "guard", " or ".join(map(repr, GUARDS)), repr(guard))
+    if visits is not None:
+        _tensor(function, "visits", visits, (torch.int64,), (("original and returned", 2),), topk_idx.device)
+        if not visits.is_contiguous():
+            _fail(ValueError, function, "visits", "contiguous", f"stride {visits.stride(0)}")
 
 
 def check_regroup_kernel(topk_idx: torch.Tensor, *, window: int) -> None:
@@ -240,6 +245,7 @@ def check_sparse_prefill(
     config: Any,
     workspace: Any,
     value_tiles: Any,
+    decision: Any,
     out: Any,
 ) -> None:
     """Check the arguments of ``sparse_prefill``. Raises TypeError or ValueError."""
@@ -272,6 +278,8 @@ def check_sparse_prefill(
         _tensor(function, "out", out, (q.dtype,), dims, device)
         if not out.is_contiguous():
             _fail(ValueError, function, "out", "contiguous", f"strides {tuple(out.stride())}")
+    if decision is not None:
+        _decision(function, decision, config)
     if workspace is not None:
         _workspace(function, workspace, q, k_cache, topk_idx, requests, config)
     if value_tiles is not None:
@@ -322,9 +330,19 @@ def _config(function: str, config: Any) -> None:
             ValueError,
             function,
             "config",
-            "of mode 'union8' or 'pageweaver' ('native' is SGLang's own path, which only the plugin can take)",
+            "of mode 'union8', 'pageweaver' or 'auto' ('native' is SGLang's own path, which only the plugin can take)",
             "mode 'native'",
         )
+
+
+def _decision(function: str, decision: Any, config: Config | None) -> None:
+    from .auto.history import Decision
+
+    if not isinstance(decision, Decision):
+        _fail(TypeError, function, "decision", "what pageweaver_sglang.History.decide returns", describe(decision))
+    mode = (config or Config()).mode
+    if mode != "auto":
+        _fail(ValueError, function, "decision", "None unless the mode is 'auto'", f"a decision in mode {mode!r}")
 
 
 def _workspace(

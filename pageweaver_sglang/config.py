@@ -51,8 +51,11 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    mode: Literal["native", "union8", "pageweaver"] = Field("pageweaver", description="native, union8 or pageweaver")
-    """SGLang's own Step 3 (plugin only), unions in the original order, or unions of regrouped queries."""
+    mode: Literal["native", "union8", "pageweaver", "auto"] = Field(
+        "auto", description="native, union8, pageweaver or auto"
+    )
+    """SGLang's own Step 3 (plugin only), unions in the original order, unions of regrouped queries, or whichever of
+    these two costs less by what earlier calls saved."""
     engine: Literal["stream", "union8", "portable"] = Field("stream", description="stream, union8 or portable")
     """Attention kernel: pages streamed to independent warpgroups, the paper's two-CTA cluster (the same bits; Hopper
     only, elsewhere they mean ``portable``), or the one in Triton, for any CUDA GPU."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+GROUP_SIZE = 8
+"""Queries per union in ``sparse_prefill``: what the attention kernels are built for."""
+
 
 def group_bound(tokens: int, requests: int, window: int, group_size: int) -> int:
     """Return the number of groups that a plan has room for: enough for any lengths, known without a device read.

@@ -48,6 +48,16 @@ COUNTERS: dict[str, tuple[str, str, str]] = {
         "reason",
         "fallbacks_by_reason",
     ),
+    "regroup_decisions": (
+        "Calls by what mode auto decided, and why: regroup, first, probe, original, small.",
+        "decision",
+        "decisions",
+    ),
+    "measured_visits": (
+        "Page visits of calls that mode auto measured: in their original order, and how many of them were saved.",
+        "kind",
+        "measured_visits",
+    ),
 }
 
 _families: dict[str, Any] = {}

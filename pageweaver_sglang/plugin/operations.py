@@ -82,6 +82,8 @@ class Counted(Protocol):
     calls_by_arm: Counter[str]
     tokens_by_arm: Counter[str]
     fallbacks_by_reason: Counter[str]
+    decisions: Counter[str]
+    measured_visits: Counter[str]
     captured_calls: int
 
 
@@ -216,6 +218,7 @@ class Operations:
             "timing": self.switch.timing,
             "calls": dict(self._sum("calls_by_arm")),
             "fallbacks": dict(self._sum("fallbacks_by_reason")),
+            "decisions": dict(self._sum("decisions")),
             "captured_calls": sum(stats.captured_calls for stats in self._stats),
         }
         if state == self._written and path.exists():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pageweaver_sglang.api import sparse_prefill
+from pageweaver_sglang.auto.history import Decision, History
 from pageweaver_sglang.capture.recorder import Recorder
 from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
@@ -52,11 +53,16 @@ class Stats:
 
     calls: int = 0
     calls_by_arm: Counter[str] = field(default_factory=Counter)
-    """``pageweaver``, ``union8``, ``flashinfer-xqa`` or ``native``."""
+    """``pageweaver``, ``union8``, ``flashinfer-xqa`` or ``native``: what was done; mode ``auto`` does one of the first
+    two."""
     tokens_by_arm: Counter[str] = field(default_factory=Counter)
     calls_by_layer: Counter[int] = field(default_factory=Counter)
     """Calls that PageWeaver's own kernels served, by layer id."""
     fallbacks_by_reason: Counter[str] = field(default_factory=Counter)
+    decisions: Counter[str] = field(default_factory=Counter)
+    """Of mode ``auto``, by :attr:`.Decision.reason`."""
+    measured_visits: Counter[str] = field(default_factory=Counter)
+    """Page visits of the calls that mode ``auto`` measured, see :attr:`.History.visits`."""
     captured_calls: int = 0
     """Calls by PageWeaver that a CUDA graph has captured: replays run them again without any of this being asked."""
     last_verification: Verification | None = None
@@ -65,7 +71,8 @@ class Stats:
         """One line: calls served by layer, fallbacks to SGLang by reason, and FlashInfer's calls if there are any."""
         by_layer = dict(sorted(self.calls_by_layer.items()))
         xqa = f" {XQA} calls: {self.calls_by_arm[XQA]}" if XQA in self.calls_by_arm else ""
-        return f"pageweaver calls: {by_layer} fallbacks: {dict(self.fallbacks_by_reason)}{xqa}"
+        decisions = f" decisions: {dict(self.decisions)}" if self.decisions else ""
+        return f"pageweaver calls: {by_layer} fallbacks: {dict(self.fallbacks_by_reason)}{xqa}{decisions}"
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ class Step3:
         self.observe = observe
         self.fallback = fallback
         self.stats = Stats()
+        self._history: History | None = None
         self._first_layer = 1 << 30
         self._logged: set[str] = set()
 
@@ -155,7 +163,7 @@ class Step3:
         reason = self.switch.reason
         if reason is None:
             try:
-                reason, out, arm = self._attend(call, forward)
+                reason, out, arm = self._attend(layer_id, call, forward)
             except UnsupportedError as error:
                 reason = str(error)
             except Exception as error:
@@ -241,14 +249,19 @@ class Step3:
         known = self.stats.fallbacks_by_reason
         return reason if reason in known or len(known) < MAX_REASONS else OTHER_REASONS
 
-    def _attend(self, call: dict[str, Any], forward: Forward | None) -> tuple[str | None, torch.Tensor | None, str]:
+    def _attend(
+        self, layer_id: int, call: dict[str, Any], forward: Forward | None
+    ) -> tuple[str | None, torch.Tensor | None, str]:
         """Serve a call: (None, output, who served), or (why neither the kernels nor the fallback do, None, "")."""
         reason = self._foreign(call)
         if reason is not None:
             return reason, None, ""
         reason = self._uncovered(call)
         if reason is None:
-            return None, self._weave(call, forward), self.config.mode
+            decision, arm = self._decide(layer_id, call, forward), self.config.mode
+            if arm == "auto":
+                arm = "pageweaver" if decision is not None and decision.regroup else "union8"
+            return None, self._weave(call, forward, decision), arm
         if self.fallback is None:
             return reason, None, ""
         also = self.fallback.unsupported_reason(call)
@@ -297,7 +310,24 @@ class Step3:
             k_scale=call.get("k_scale"),
         )
 
-    def _weave(self, call: dict[str, Any], forward: Forward | None) -> torch.Tensor:
+    def _decide(self, layer_id: int, call: dict[str, Any], forward: Forward | None) -> Decision | None:
+        """What mode ``auto`` does with this call; None in other modes, and for a call without tokens."""
+        topk_idx, requests = call["topk_idx"], call["cu_seqlens"].shape[0] - 1
+        if self.config.mode != "auto" or topk_idx.shape[1] == 0:
+            return None
+        if self._history is None:
+            # Not before: what serves in the end (`engine`) is known once the server has started.
+            self._history = History(self.config, page_size=call["block_size_k"])
+            self.stats.measured_visits = self._history.visits
+        lengths = None if forward is None else forward.lengths
+        if lengths is not None and len(lengths.chunks) != requests:
+            lengths = None
+        decision = self._history.decide(layer_id, topk_idx, lengths)
+        self.stats.decisions[decision.reason] += 1
+        logger.debug("pageweaver: auto: layer %d tokens %d: %s", layer_id, topk_idx.shape[1], decision)
+        return decision
+
+    def _weave(self, call: dict[str, Any], forward: Forward | None, decision: Decision | None) -> torch.Tensor:
         q = call["q"]
         if q.shape[0] == 0:  # an idle data-parallel rank; SGLang's own launch would be empty as well
             dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype  # as SGLang's function has it
@@ -321,6 +351,7 @@ class Step3:
                 config=config,
                 workspace=None if forward is None else forward.workspace(call, config),
                 value_tiles=value_tiles,
+                decision=decision,
             )
 
     def _verify(self, out: torch.Tensor, native: Native, layer_id: int, call: dict[str, Any]) -> None:

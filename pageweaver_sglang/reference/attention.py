@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 
 from .. import checks
+from ..auto.history import Decision
 from ..config import Config
 from ..value_tiles import ValueTiles
 from ..workspace import Workspace
@@ -34,13 +35,14 @@ def sparse_prefill(
     config: Config | None = None,
     workspace: Workspace | None = None,
     value_tiles: ValueTiles | None = None,
+    decision: Decision | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend every query to the visible tokens of the pages it picked, in float64.
 
     Arguments, result and errors are those of :func:`pageweaver_sglang.sparse_prefill`, for any head size, GQA ratio,
-    page size and k. ``config``, ``workspace`` and ``value_tiles`` are checked and otherwise unused: the result never
-    lies in the workspace, so that it can be compared with one that does.
+    page size and k. ``config``, ``workspace``, ``value_tiles`` and ``decision`` are checked and otherwise unused: the
+    result never lies in the workspace, so that it can be compared with one that does.
 
     Raises:
         ValueError: besides bad arguments, a picked page has a token whose cache slot does not exist.
@@ -62,6 +64,7 @@ def sparse_prefill(
         config=config,
         workspace=workspace,
         value_tiles=value_tiles,
+        decision=decision,
         out=out,
     )
     tokens, q_heads, head_dim = q.shape

@@ -26,8 +26,6 @@ def regroup(
     """Permute the queries of every window so that queries of one group picked similar pages.
 
     Arguments, result and errors are those of :func:`pageweaver_sglang.regroup`; any window and any k are accepted.
-    ``visits``, int64 ``[2]``, is added to: the page visits of the original order and those of the returned one, all
-    windows and KV heads together. Padding rows, and requests past ``capacity``, add nothing.
     """
     checks.check_regroup(
         topk_idx,
@@ -38,6 +36,7 @@ def regroup(
         page_size=page_size,
         capacity=capacity,
         guard=guard,
+        visits=visits,
     )
     kv_heads, tokens, k = topk_idx.shape
     bounds = cu_seqlens.tolist()

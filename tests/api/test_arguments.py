@@ -106,6 +106,12 @@ BAD = {
         **GROUPING,
         "capacity": [(0, ValueError, "an integer >= 1, got 0"), (1.5, TypeError, "got float 1.5")],
         "guard": [("group", ValueError, "'none' or 'window', got 'group'"), (None, ValueError, "got None")],
+        "visits": [
+            ([0, 0], TypeError, r"int64 \[original and returned=2\], got list"),
+            (integers(0, 0), TypeError, r"got int32 \[2\]"),
+            (torch.zeros(3, dtype=torch.int64), ValueError, r"got int64 \[3\]"),
+            (torch.zeros(4, dtype=torch.int64)[::2], ValueError, "contiguous, got stride 2"),
+        ],
     },
     "prepare_unions": {
         "topk_idx": TOPK,
@@ -179,7 +185,7 @@ BAD = {
         "page_size": GROUPING["page_size"],
         "config": [
             ("paper", TypeError, "Config, got str 'paper'"),
-            (pw.Config(mode="native"), ValueError, "mode 'union8' or 'pageweaver'"),
+            (pw.Config(mode="native"), ValueError, "mode 'union8', 'pageweaver' or 'auto'"),
         ],
         "workspace": [
             (5, TypeError, "Workspace, got int 5"),
@@ -222,6 +228,9 @@ BAD = {
             (pw.ValueTiles(MARKS, TILES.to("meta")), ValueError, "tiles on cpu, got tiles on meta"),
             (pw.ValueTiles(MARKS, UNALIGNED_TILES), ValueError, "contiguous tiles at a multiple of 16 bytes"),
             (pw.ValueTiles(MARKS.repeat(2, 1).T.contiguous().T[:2], TILES), ValueError, "contiguous marks"),
+        ],
+        "decision": [
+            (True, TypeError, "what pageweaver_sglang.History.decide returns, got bool True"),
         ],
         "out": [
             (CASE.q.float(), TypeError, r"bfloat16 \[tokens=17, q_heads=32, head_dim=128\], got float32"),

@@ -9,7 +9,7 @@ import pageweaver_sglang as pw
 from pageweaver_sglang._paths import configs_dir
 
 FIELDS = {
-    "mode": "pageweaver",
+    "mode": "auto",
     "engine": "stream",
     "precision": "fp8",
     "window": 64,
@@ -55,7 +55,9 @@ def test_the_default_profile_spells_every_setting_out():
 def test_profiles():
     assert sorted(path.stem for path in configs_dir().glob("*.yaml")) == ["default", "native", "paper", "union8"]
     paper = pw.load_config("paper", env={})
-    assert paper == pw.Config(engine="union8", window=128, capacity=512, overflow="original", guard="none")
+    assert paper == pw.Config(
+        mode="pageweaver", engine="union8", window=128, capacity=512, overflow="original", guard="none"
+    )
     assert pw.load_config("union8", env={}) == pw.Config(mode="union8")
     assert pw.load_config("native", env={}) == pw.Config(mode="native")
 
@@ -137,8 +139,8 @@ def test_variables_that_are_no_settings():
 
 
 BAD_VALUES = [
-    ("mode", "fast", "native, union8 or pageweaver"),
-    ("mode", None, "native, union8 or pageweaver"),
+    ("mode", "fast", "native, union8, pageweaver or auto"),
+    ("mode", None, "native, union8, pageweaver or auto"),
     ("precision", "bf16", "fp8 or high"),
     ("window", 32, "64 or 128"),
     ("window", "64", "64 or 128"),
@@ -187,7 +189,7 @@ def test_bad_value_in_a_profile(profile, key, value, allowed):
     [
         ("PAGEWEAVER_WINDOW", "32", "got 32; allowed: 64 or 128"),
         ("PAGEWEAVER_WINDOW", "wide", "got 'wide'; allowed: 64 or 128"),
-        ("PAGEWEAVER_MODE", "Union8", "got 'Union8'; allowed: native, union8 or pageweaver"),
+        ("PAGEWEAVER_MODE", "Union8", "got 'Union8'; allowed: native, union8, pageweaver or auto"),
         ("PAGEWEAVER_CAPACITY", "1e3", r"allowed: an integer in 1\.\.512"),
         ("PAGEWEAVER_VERIFY_EVERY", "true", "got True; allowed: an integer >= 0"),
         ("PAGEWEAVER_GUARD", "{", "got '{'; allowed: none or window"),

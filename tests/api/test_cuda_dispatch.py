@@ -72,6 +72,7 @@ def calls(monkeypatch):
 
 def test_regroup(calls):
     options = {"window": 64, "group_size": 5, "page_size": 64, "capacity": 30, "guard": "window"}
+    options["visits"] = torch.zeros(2, dtype=torch.int64)
     perm = pw.regroup(*PICKS, **options)
     assert torch.equal(perm, pw.reference.regroup(*PICKS, **options))
     ((name, _, seen),) = calls
@@ -115,9 +116,16 @@ def test_prepare_unions_of_what_its_kernel_does_not_take(calls):
 @pytest.mark.parametrize(
     ("config", "regroup_options"),
     [
-        (None, {"window": 64, "guard": "window", "capacity": None}),
-        (pw.Config(window=128, guard="none", capacity=9), {"window": 128, "guard": "none", "capacity": None}),
-        (pw.Config(overflow="original", capacity=300), {"window": 64, "guard": "window", "capacity": 300}),
+        (None, None),  # auto: so few queries that regrouping cannot pay
+        (pw.Config(mode="pageweaver"), {"window": 64, "guard": "window", "capacity": None}),
+        (
+            pw.Config(mode="pageweaver", window=128, guard="none", capacity=9),
+            {"window": 128, "guard": "none", "capacity": None},
+        ),
+        (
+            pw.Config(mode="pageweaver", overflow="original", capacity=300),
+            {"window": 64, "guard": "window", "capacity": 300},
+        ),
         (pw.Config(mode="union8", window=128, engine="union8"), None),
         (pw.Config(mode="union8", precision="high"), None),
     ],
@@ -141,7 +149,7 @@ def test_sparse_prefill(calls, config, regroup_options, with_workspace):
     perm = None
     if regroup_options is not None:
         _, (*_, perm), options = calls[0]
-        assert options == {**regroup_options, "group_size": 8, "page_size": 128}
+        assert options == {**regroup_options, "group_size": 8, "page_size": 128, "visits": None}
     _, (topk_idx, unions_perm, *lengths, plan), options = calls[stages.index("prepare_unions")]
     assert topk_idx is CASE.topk_idx
     assert unions_perm is perm

@@ -47,11 +47,13 @@ def same(got, expected):
 @pytest.mark.parametrize(("capacity", "limit"), [(None, 0), (300, 300)])
 @pytest.mark.parametrize(("guard", "guarded"), [("none", False), ("window", True)])
 def test_regroup(heard, capacity, limit, guard, guarded):
-    arguments = tensors(4)
-    ops.regroup(*arguments, window=64, group_size=5, page_size=32, capacity=capacity, guard=guard)
-    ((name, got),) = heard
-    assert name == "pw_regroup"
-    assert same(got, [*arguments, 64, 5, 32, limit, guarded])
+    *arguments, visits = tensors(5)
+    options = {"window": 64, "group_size": 5, "page_size": 32, "capacity": capacity, "guard": guard}
+    ops.regroup(*arguments, **options)
+    ops.regroup(*arguments, **options, visits=visits)
+    assert [name for name, _ in heard] == ["pw_regroup"] * 2
+    for (_, got), counted in zip(heard, (None, visits), strict=True):
+        assert same(got, [*arguments, 64, 5, 32, limit, guarded, counted])
 
 
 @pytest.mark.parametrize(("with_pool", "with_marks"), [(False, False), (True, False), (True, True)])
@@ -95,7 +97,7 @@ def test_union_attention(heard, scale, number, tensor):
 def test_the_exports_take_as_many_arguments_as_they_are_given():
     """The library's signatures, by its source: a missing argument would only show on a GPU."""
     source = (kernels_dir() / "bindings.cu").read_text()
-    given = {"regroup": 9, "union_prep": 19, "value_tiles": 5, "attention": 19}
+    given = {"regroup": 10, "union_prep": 19, "value_tiles": 5, "attention": 19}
     for name, count in given.items():
         assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_{name}, {name})" in source
         (parameters,) = re.findall(rf"^void {name}\(([^)]*)\) {{$", source, re.MULTILINE)

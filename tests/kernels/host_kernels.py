@@ -100,8 +100,8 @@ class HostKernels:
         return ctypes.c_void_p(topk.ctypes.data), head, row, topk.shape[0], topk.shape[2]
 
     def regroup(
-        self, topk, cu_seqlens, prefix_lens, *, window=128, group_size=8, page_size=128, capacity=0, guard=False, seed=0,
-        visits=None,
+        self, topk, cu_seqlens, prefix_lens, *, window=128, group_size=8, page_size=128, capacity=0, guard=False,
+        visits=None, seed=0,
     ) -> np.ndarray:  # fmt: skip
         """perm int32 [kv_heads, tokens]; ``topk`` int32 [kv_heads, tokens, k], rows contiguous.
 

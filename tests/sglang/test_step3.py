@@ -67,7 +67,7 @@ class Native:
 
 
 def make(**settings) -> step3.Step3:
-    return step3.Step3(Config(**settings), pool_page_size=128)
+    return step3.Step3(Config(**{"mode": "pageweaver"} | settings), pool_page_size=128)
 
 
 def test_serves_as_the_reference_does():
@@ -84,6 +84,76 @@ def test_counts_by_mode(mode):
     served = make(mode=mode)
     served(Native(), 1, make_call())
     assert served.stats.calls_by_arm == {mode: 1}
+
+
+def long_call(tokens: int) -> dict:
+    """Queries of four kinds that alternate, 8 pages each: groups of 32 pages, or of 8 once regrouped."""
+    kinds = torch.arange(32, dtype=torch.int32).view(4, 8)
+    return make_call() | {
+        "q": torch.zeros(tokens, 16 * KV_HEADS, 128, dtype=torch.bfloat16),
+        "k_cache": torch.zeros(1, KV_HEADS, 128, dtype=torch.bfloat16).expand(8192, KV_HEADS, 128),
+        "v_cache": torch.zeros(1, KV_HEADS, 128, dtype=torch.bfloat16).expand(8192, KV_HEADS, 128),
+        "req_to_token": torch.arange(8192, dtype=torch.int32)[None],
+        "topk_idx": kinds.repeat(KV_HEADS, tokens // 4, 1),
+        "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32),
+        "seq_lens": torch.tensor([6000 + tokens], dtype=torch.int32),
+        "prefix_lens": torch.tensor([6000], dtype=torch.int32),
+    }
+
+
+@pytest.fixture
+def without_attention(monkeypatch):
+    """The reference engine counts visits, and returns Q: what decisions do not depend on would take long."""
+    monkeypatch.setattr(reference, "sparse_prefill", lambda q, *arguments, **options: q)
+
+
+def test_mode_auto_decides_per_layer_and_context_and_counts_what_was_done(without_attention, caplog):
+    caplog.set_level(logging.DEBUG)
+    served = make(mode="auto")
+    for layer, tokens in ((3, 320), (3, 320), (3, 320), (3, 640), (4, 320), (4, TOKENS)):
+        call = make_call() if tokens == TOKENS else long_call(tokens)
+        served(Native(), layer, call, HostLengths((PREFIX if tokens == TOKENS else 6000,), (tokens,)))
+    # Two calls until the first one counts; three visits a row are too few for 320 queries, and enough for 640.
+    assert served.stats.decisions == {"first": 3, "original": 1, "regroup": 1, "small": 1}
+    assert served.stats.calls_by_arm == {"pageweaver": 4, "union8": 2}
+    assert served.stats.tokens_by_arm == {"pageweaver": 3 * 320 + 640, "union8": 320 + TOKENS}
+    assert served.stats.measured_visits == {"original": 640 * 4, "saved": 640 * 3}
+    assert "layer 3 call 3 tokens 320 original order (original, expected gain -5.2 us)" in caplog.text
+    assert "layer 4 call 6 tokens 6 original order (small)" in caplog.text
+    assert "decisions: {'first': 3" in served.stats.summary()
+
+
+def test_mode_auto_without_lengths_of_this_batch(without_attention):
+    """None, or those of another number of requests (padding): one history for all contexts."""
+    served, call = make(mode="auto"), long_call(320)
+    for lengths in (None, HostLengths((1280, 0), (320, 0)), None):
+        served(Native(), 3, call, lengths)
+    assert served.stats.decisions == {"first": 2, "original": 1}
+
+
+def test_mode_auto_on_an_idle_rank():
+    served = make(mode="auto")
+    call = make_call()
+    empty = {"q": call["q"][:0], "topk_idx": call["topk_idx"][:, :0], "cu_seqlens": torch.zeros(2, dtype=torch.int32)}
+    assert served(Native(), 1, call | empty).shape == (0, 32, 128)
+    assert served.stats.calls_by_arm == {"union8": 1}
+    assert not served.stats.decisions
+
+
+def test_mode_auto_hands_back_like_the_others():
+    native, served = Native(), make(mode="auto")
+    served(native, 1, make_call(q_scale=0.5))
+    assert served.stats.calls_by_arm == {"native": 1}
+    assert not served.stats.decisions
+
+
+def test_an_error_in_a_decision_costs_no_request(monkeypatch):
+    native, served = Native(), make(mode="auto")
+    monkeypatch.setattr("pageweaver_sglang.auto.history.History.decide", lambda *args: 1 / 0)
+    for _ in range(2):
+        assert torch.equal(served(native, 1, make_call()), Native()(**make_call()))
+    assert served.switch.error == "ZeroDivisionError: division by zero"
+    assert native.calls == 2
 
 
 def test_mode_native_is_always_sglangs():
@@ -311,7 +381,7 @@ class Recorder:
         self.offers.append(offer)
 
 
-@pytest.mark.parametrize("mode", ["native", "union8", "pageweaver"])
+@pytest.mark.parametrize("mode", ["native", "union8", "pageweaver", "auto"])
 def test_every_mode_and_every_fallback_is_offered_to_the_recorder(mode):
     recorder, native = Recorder(), Native()
     served = step3.Step3(Config(mode=mode), pool_page_size=128, recorder=recorder)

@@ -1,0 +1,186 @@
+"""What regrouping saved in earlier calls, per layer and context length, and the decision for the next call.
+
+The decision depends on shapes and on the calls before, in their order, and on nothing else: the same calls in the same
+order get the same decisions. The one exception is a GPU so far behind the host that a figure which is due has not
+arrived; nothing waits for it, and the call decides on what is known. Outputs don't depend on decisions at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+
+import torch
+
+from ..capture.snapshot import HostLengths
+from ..config import Config
+from ..plan import GROUP_SIZE
+from . import model
+from .readback import Measurement, Readback
+
+MAX_KEYS = 1024
+"""(Layer, context) pairs that are remembered; the one not used for longest is forgotten."""
+
+REMEMBERED = 4
+"""Measurements of a key that count."""
+
+VISIBLE_AFTER = 2
+"""A measurement counts from this many calls of its key on: by then it has arrived in practice."""
+
+MEASURE_EVERY = 8
+"""While a key regroups, every so many calls are measured. A measurement is one small copy, some 2 us."""
+
+PROBE_SHARE = 0.003
+"""While a key keeps the original order, the share of its time that may go into regrouping, to see if that still loses.
+
+For calls of 16,384 queries it is every 13th that regroups, for smaller ones it is less often.
+"""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with one call.
+
+    Attributes:
+        regroup: regroup the queries, or keep their original order.
+        reason: ``regroup`` and ``original`` by what earlier calls saved; ``first`` where none has been measured yet and
+            ``probe`` where it is time to measure again (both regroup); ``small`` where regrouping cannot pay whatever
+            the queries picked.
+        gain_us: what regrouping was expected to gain; None for ``first`` and ``small``.
+        measurement: takes the call's page visits; None for a call that is not measured.
+    """
+
+    regroup: bool
+    reason: str
+    gain_us: float | None = None
+    measurement: Measurement | None = None
+
+    def __str__(self) -> str:
+        expected = "" if self.gain_us is None else f", expected gain {self.gain_us:.1f} us"
+        measured = ", measured" if self.measurement is not None else ""
+        return f"{'regrouped' if self.regroup else 'original order'} ({self.reason}{expected}{measured})"
+
+
+@dataclass
+class _Key:
+    """What is known of one layer at one context length."""
+
+    calls: int = 0
+    measured: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """(Rows, visits saved) of the last measured calls."""
+    pending: Measurement | None = None
+    pending_rows: int = 0
+    pending_call: int = 0
+    rows_kept: int = 0
+    """Rows in original order since the last measurement began."""
+
+    def saved_per_row(self) -> float | None:
+        rows = sum(rows for rows, _ in self.measured)
+        return sum(saved for _, saved in self.measured) / rows if rows else None
+
+
+def can_pay(config: Config, rows: int, topk: int) -> bool:
+    """Whether regrouping ``rows`` (query, KV head) pairs could gain anything, whatever they picked."""
+    most = model.most_saved_per_row(topk)
+    return model.gain_us(rows, most, window=config.window, engine=config.engine) > 0
+
+
+class History:
+    """Decides for the calls of one stream of work. For one thread.
+
+    Args:
+        config: the settings; ``window``, ``engine``, ``capacity`` and ``overflow`` count.
+        page_size: tokens per page.
+        max_keys: (layer, context) pairs to remember.
+    """
+
+    def __init__(self, config: Config, *, page_size: int = 128, max_keys: int = MAX_KEYS) -> None:
+        self.visits: Counter[str] = Counter()
+        """Page visits of measured calls: ``original``, what their original order needs; ``saved``, how many less."""
+        self._config = config
+        self._page_size, self._max_keys = page_size, max_keys
+        self._keys: OrderedDict[tuple[int, int | None], _Key] = OrderedDict()
+        self._readback: Readback | None = None
+        self._last_lengths: tuple[HostLengths, int] | None = None
+        self._last_shape = 0, 0
+
+    def decide(self, layer: int, topk_idx: torch.Tensor, lengths: HostLengths | None = None) -> Decision:
+        """Decide for the next call, and count it as made.
+
+        Must come right before the call, on its stream. While a CUDA graph is captured the decision is the one that the
+        next call would get; nothing is measured and nothing noted.
+
+        Args:
+            layer: what the history is kept apart by, a model layer.
+            topk_idx: ``[kv_heads, tokens, k]`` of the call; its shape and device count.
+            lengths: of the batch; None where the host doesn't know them, which puts all contexts into one history.
+        """
+        kv_heads, tokens, topk = topk_idx.shape
+        queries, pages = self._shape(lengths, topk) if lengths is not None else (tokens, 0)
+        rows = kv_heads * queries
+        if not can_pay(self._config, rows, topk):
+            return Decision(False, "small")
+        # Contexts of a power of two and up to the next one share a history.
+        name = layer, None if lengths is None else pages.bit_length()
+        if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self._by_history(self._keys.get(name, _Key()), rows)
+        key = self._keys.setdefault(name, _Key())
+        self._keys.move_to_end(name)
+        if len(self._keys) > self._max_keys:
+            self._keys.popitem(last=False)
+        key.calls += 1
+        self._absorb(key)
+        decision = self._by_history(key, rows)
+        due = decision.reason == "first" or key.calls - key.pending_call >= MEASURE_EVERY
+        if not decision.regroup:
+            key.rows_kept += rows
+            kept_us = key.rows_kept * model.NS_PER_ROW / 1000
+            due = kept_us * PROBE_SHARE >= model.cost_us(rows, self._config.window)
+        if not due or key.pending is not None or (measurement := self._measurement(topk_idx.device)) is None:
+            return decision
+        key.pending, key.pending_rows, key.pending_call, key.rows_kept = measurement, rows, key.calls, 0
+        return Decision(True, decision.reason if decision.regroup else "probe", decision.gain_us, measurement)
+
+    def _by_history(self, key: _Key, rows: int) -> Decision:
+        saved = key.saved_per_row()
+        if saved is None:
+            return Decision(True, "first")
+        gain = model.gain_us(rows, saved, window=self._config.window, engine=self._config.engine)
+        return Decision(gain > 0, "regroup" if gain > 0 else "original", gain)
+
+    def _shape(self, lengths: HostLengths, topk: int) -> tuple[int, int]:
+        """(Queries that regrouping can do anything for, pages of the longest context).
+
+        A request of one group has nobody to exchange with, one of no more pages than are picked has all its queries
+        pick all they see, and one past the capacity keeps its order.
+        """
+        if self._last_lengths == (lengths, topk):  # the layers of a forward pass have the same
+            return self._last_shape
+        queries, longest, capacity = 0, 0, self._config.regroup_capacity
+        for prefix, chunk in zip(lengths.prefixes, lengths.chunks, strict=True):
+            pages = -(-(prefix + chunk) // self._page_size)
+            longest = max(longest, pages)
+            if chunk > GROUP_SIZE and pages > topk and (capacity is None or pages <= capacity):
+                queries += chunk
+        self._last_lengths, self._last_shape = (lengths, topk), (queries, longest)
+        return self._last_shape
+
+    def _absorb(self, key: _Key) -> None:
+        """Make the pending measurement count, if it is due and there."""
+        if key.pending is None or key.calls - key.pending_call < VISIBLE_AFTER:
+            return
+        if self._readback is not None:
+            self._readback.collect()
+        if key.pending.result is not None:
+            original, kept = key.pending.result
+            key.measured.append((key.pending_rows, original - kept))
+            self.visits["original"] += original
+            self.visits["saved"] += original - kept
+            key.pending = None
+        elif key.pending.lost:
+            key.pending = None
+
+    def _measurement(self, device: torch.device) -> Measurement | None:
+        if self._readback is None:
+            self._readback = Readback(device)
+        return self._readback.take()

@@ -1,0 +1,52 @@
+"""What regrouping costs and what a saved page visit is worth: a line and a factor.
+
+Fitted to ``benchmarks/results/h200/arms-*.json`` (whole online calls, cold caches, CUDA graph; 6,824 to 16,384 queries,
+one KV head). What a call saves there by an order found beforehand, ``union8`` - ``pageweaver-w64-fixed``, is 4.3 to 5.5
+ns per page visit saved on seven of eight workloads, 4.63 over all; what finding the order adds, ``pageweaver-w64`` -
+``pageweaver-w64-fixed``, is 13.6 to 19.2 us and hardly grows with the queries, since one wave of thread blocks does it.
+With these the better arm is chosen on every workload (``tests/auto/test_model.py``).
+
+Windows are not chosen: 128 saves at most 1,444 visits (7 us) more than 64 in those files and costs 5 us more, and
+in none of them was it faster.
+
+A *row* is a (query, KV head) pair: the unit of regrouping and of visits.
+"""
+
+from __future__ import annotations
+
+from ..plan import GROUP_SIZE
+
+NS_PER_VISIT = {"stream": 4.63, "union8": 6.8}
+"""Time that one page visit less saves, by engine."""
+
+REGROUP_US = {64: 14.0, 128: 19.0}
+"""By window: time that any regrouping adds to a call."""
+
+REGROUP_US_PER_1000_ROWS = {64: 0.12, 128: 0.15}
+"""By window: and what every thousand rows add to that."""
+
+NS_PER_ROW = 25.0
+"""Time of a call in its original order, per row, rounded down: 27.6 (``ctx8k``) to 43.6 ns (``ctx128k``)."""
+
+
+def cost_us(rows: int, window: int) -> float:
+    """What regrouping ``rows`` in windows of ``window`` adds to a call."""
+    return REGROUP_US[window] + REGROUP_US_PER_1000_ROWS[window] * rows / 1000
+
+
+def worth_us(visits: float, engine: str) -> float:
+    """What ``visits`` page visits less save. An engine without a figure of its own counts as the fastest one."""
+    return visits * NS_PER_VISIT.get(engine, NS_PER_VISIT["stream"]) / 1000
+
+
+def gain_us(rows: int, saved_per_row: float, *, window: int, engine: str) -> float:
+    """What regrouping gains if it saves ``saved_per_row`` page visits a row; below zero it loses."""
+    return worth_us(rows * saved_per_row, engine) - cost_us(rows, window)
+
+
+def most_saved_per_row(topk: int) -> float:
+    """Page visits per row that regrouping can save at the very most.
+
+    A group of queries that share nothing visits ``GROUP_SIZE * topk`` pages, and one whose queries share all ``topk``.
+    """
+    return topk * (1 - 1 / GROUP_SIZE)

@@ -1,0 +1,96 @@
+"""The cost model against the committed measurements: from page counts alone it must name the faster arm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import pageweaver_sglang as pw
+from pageweaver_sglang.auto import model
+from pageweaver_sglang.auto.history import History
+from pageweaver_sglang.capture.snapshot import HostLengths
+
+ROOT = Path(__file__).parents[2]
+WORKLOADS = ["ctx8k", "ctx16k", "ctx32k_chunk2", "ctx64k_a", "ctx64k_flat", "ctx64k_mixed", "ctx128k", "packed"]
+ORIGINAL_IS_FASTER = {"ctx8k", "ctx64k_flat"}
+TOLERANCE = 1.01
+
+
+def measured(name):
+    """Arms of a committed run: medians of whole online calls (``graph_ms``) and page visits of their plans."""
+    return json.loads((ROOT / "benchmarks" / "results" / "h200" / f"arms-{name}.json").read_text())["arms"]
+
+
+def times_of(name):
+    return {arm: figures["graph_ms"]["median"] for arm, figures in measured(name).items() if figures.get("graph_ms")}
+
+
+def settled(name, original="union8", regrouped="pageweaver-w64", **settings):
+    """The decision that repeated calls on a workload end with: shapes from its file, visits from two arms."""
+    arms, w = measured(name), pw.load_workload(ROOT / "tests" / "data" / f"{name}.npz")
+    visits = torch.tensor([arms[arm]["counts"]["visits"] for arm in (original, regrouped)])
+    lengths = HostLengths(tuple(w.prefix_lens.tolist()), tuple(w.cu_seqlens.diff().tolist()))
+    history = History(pw.Config(**settings))
+    for _ in range(5):
+        decision = history.decide(0, w.topk_idx, lengths)
+        if decision.measurement is not None:
+            decision.measurement.visits += visits
+            decision.measurement.send()
+    assert decision.reason in ("regroup", "original")
+    return decision
+
+
+@pytest.mark.parametrize("window", [64, 128])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_decision_is_the_faster_arm(name, window):
+    times = times_of(name)
+    regrouped = settled(name, regrouped=f"pageweaver-w{window}", window=window).regroup
+    chosen = times[f"pageweaver-w{window}" if regrouped else "union8"]
+    assert chosen <= TOLERANCE * min(times["union8"], times[f"pageweaver-w{window}"])
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_default_is_within_one_percent_of_every_window(name):
+    """What the issue asks for: of the original order and W128 (and W64)."""
+    times = times_of(name)
+    regrouped = settled(name).regroup
+    assert regrouped == (name not in ORIGINAL_IS_FASTER)
+    chosen = times["pageweaver-w64" if regrouped else "union8"]
+    assert chosen <= TOLERANCE * min(times["union8"], times["pageweaver-w64"], times["pageweaver-w128"])
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_expected_gain_is_near_the_measured_one(name):
+    times = times_of(name)
+    gain_us = 1000 * (times["union8"] - times["pageweaver-w64"])
+    assert settled(name).gain_us == pytest.approx(gain_us, abs=6)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_on_the_papers_kernel_the_decision_is_the_faster_arm_too(name):
+    times = times_of(name)
+    arms = {"original": "union8-paper", "regrouped": "pageweaver-w128-paper"}
+    regrouped = settled(name, **arms, engine="union8", window=128, guard="none").regroup
+    chosen = times["pageweaver-w128-paper" if regrouped else "union8-paper"]
+    assert chosen <= TOLERANCE * min(times["union8-paper"], times["pageweaver-w128-paper"])
+
+
+def test_worth_and_cost():
+    assert model.worth_us(1000, "stream") == pytest.approx(4.63)
+    assert model.worth_us(1000, "an engine without figures") == model.worth_us(1000, "stream")
+    assert model.cost_us(10_000, 64) == pytest.approx(15.2)
+    assert model.gain_us(10_000, 1.0, window=64, engine="stream") == pytest.approx(46.3 - 15.2)
+
+
+def test_most_saved_per_row_is_reached():
+    """Two kinds of queries that alternate: every group of the original order visits both kinds' pages."""
+    kinds = torch.arange(16 * 8, dtype=torch.int32).view(8, 16)
+    topk = kinds.repeat(8, 1)[None]  # query i picks what i % 8 says
+    arguments = (topk, torch.tensor([0, 64], dtype=torch.int32), torch.tensor([128 * 128], dtype=torch.int32))
+    visits = torch.zeros(2, dtype=torch.int64)
+    pw.regroup(*arguments, window=64, visits=visits)
+    original, regrouped = visits.tolist()
+    assert (original - regrouped) / 64 == model.most_saved_per_row(16)
