@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Serve the tiny MiniMax-M3 with a real SGLang server in each of PageWeaver's modes, and check what happened.
 
-    serve_check.py                                          # one GPU; modes pageweaver, union8, native
+    serve_check.py                                          # one GPU; modes auto, pageweaver, union8, native
     serve_check.py --modes pageweaver --stock               # one mode, and SGLang without PageWeaver (fa3)
     serve_check.py --layouts tp2,tp2dp2,tp2pad:pageweaver --jobs 7     # two GPUs, all servers at the same time
     serve_check.py -- --mem-fraction-static 0.4             # more arguments for the server
@@ -50,7 +50,7 @@ from pageweaver_sglang.serving_ab.launch import plugin_variables, wait_until_it_
 from pageweaver_sglang.serving_ab.serverlog import FALLBACK, STATUS
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = ("pageweaver", "union8", "native")
+MODES = ("auto", "pageweaver", "union8", "native")
 STOCK = "stock"
 REFERENCE_MODES = (STOCK, "native")
 """Modes whose first tokens the others are compared with, the first one that ran."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.cuda import support
 
 from .inputs import Step3Inputs
@@ -146,6 +148,48 @@ class PublicArm(Arm):
     def release(self) -> None:
         """Free the workspace."""
         del self._sets, self._space
+
+
+class AutoArm(PublicArm):
+    """Mode ``auto`` as it is after some calls on these picks: ``prepare`` makes them and lets their counters arrive.
+
+    Eager calls go on as in a server, measurements and probes included; a CUDA Graph holds what was decided last.
+    """
+
+    settling_calls = 4
+
+    def prepare(self, sets: Sequence[Step3Inputs]) -> None:
+        """Call until the history has settled."""
+        super().prepare(sets)
+        first = sets[0]
+        self._lengths = HostLengths(tuple(first.prefix_lens.tolist()), tuple(first.cu_seqlens.diff().tolist()))
+        self._history = pw.History(self._config, page_size=first.page_size)
+        self._decisions: Counter[str] = Counter()
+        for _ in range(self.settling_calls):
+            self.call(0)
+            if first.q.is_cuda:
+                torch.cuda.synchronize()
+
+    def call(self, index: int) -> torch.Tensor:
+        """One decision, one ``sparse_prefill``."""
+        inputs = self._sets[index]
+        self._last = self._history.decide(0, inputs.topk_idx, self._lengths)
+        self._decisions[self._last.reason] += 1
+        return pw.sparse_prefill(**inputs.kwargs(), config=self._config, workspace=self._space, decision=self._last)
+
+    def notes(self) -> dict[str, Any]:
+        """What it decided: ``order`` of the last call that was no probe, the gain expected of it, calls by reason."""
+        regrouped = self._last.regroup and self._last.reason != "probe"
+        return {
+            "order": f"w{self._config.window}" if regrouped else "original",
+            "expected_gain_us": self._last.gain_us,
+            "decisions": dict(self._decisions),
+        }
+
+    def release(self) -> None:
+        """Free the workspace and the history."""
+        super().release()
+        del self._history
 
 
 class PortableArm(PublicArm):
@@ -399,6 +443,7 @@ def comparison_arms() -> list[Arm]:
                 window=window,
             ),
         ]
+    arms.append(AutoArm("auto", "original order or regrouped, by what earlier calls saved", pw.Config(mode="auto")))
     high = pw.Config(mode="pageweaver", window=64, precision="high")
     arms.append(PublicArm("pageweaver-high", "as pageweaver-w64, Q and softmax weights in two FP8 terms", high))
     paper = pw.Config(mode="pageweaver", engine="union8", guard="none")

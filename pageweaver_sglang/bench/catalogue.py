@@ -22,6 +22,8 @@ _OFFLINE_TEXT = {
     "w2048": "greedy in windows of 2048, order found on the CPU beforehand",
     "hash-w512": "all queries sorted by min-hashes of their pages, then greedy in windows of 512, found beforehand",
 }
+AUTO_REGROUPED = "w64-8"
+"""Count of the arm ``auto`` where it regroups; where it keeps the original order, ``original-8``."""
 REORDERED = "offline-w512-reordered"
 
 
@@ -59,10 +61,12 @@ def catalogue(orders: dict[str, FoundOrder]) -> list[Entry]:
 
 
 def _count_key(name: str) -> str:
-    """Count of an arm of :func:`..arms.comparison_arms`: ``unionN...`` or ``pageweaver-WINDOW...``, groups of 8.
+    """Count of an arm of :func:`..arms.comparison_arms`: ``unionN...``, ``pageweaver-WINDOW...`` or ``auto``, groups of 8.
 
     An arm that names no window has the default one.
     """
+    if name == "auto":
+        return AUTO_REGROUPED
     first, *rest = name.split("-")
     if first.startswith("union"):
         return f"original-{first.removeprefix('union')}"

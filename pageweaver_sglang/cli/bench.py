@@ -229,6 +229,9 @@ def _hand_over(report: dict[str, Any], arguments: argparse.Namespace, console: C
     path = files.write_report(report, arguments.out)
     for table in tables.tables_of(report):
         console.print(table)
+    if decided := report.get("arms", {}).get("auto", {}).get("notes"):
+        order = {"original": "the original order"}.get(decided["order"], f"regrouping, {decided['order']}")
+        console.print(f"auto ended with {order}.", style="dim", highlight=False)
     if report.get("random_tensors_because"):
         console.print(
             f"Q, K and V are random: {report['random_tensors_because']}.", style="dim", markup=False, highlight=False

@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-ARMS = ("native", "union8", "pageweaver")
+ARMS = ("native", "union8", "pageweaver", "auto")
 """Modes of the backend, so that everything around Step 3 stays equal."""
+
+DEFAULT_ARMS = ("native", "union8", "auto")
+
+SERVED_BY = {"auto": {"union8", "pageweaver"}}
+"""Who serves the calls of a mode, where it isn't the mode itself."""
 
 T = TypeVar("T")
 
@@ -65,7 +70,7 @@ class Settings:
     """
 
     model: str
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...] = DEFAULT_ARMS
     prompts: tuple[int, ...] = (8192, 32768, 65536)
     concurrency: tuple[int, ...] = (1, 4)
     blocks: int = 3

@@ -16,7 +16,7 @@ from pageweaver_sglang.bench.workloads import find_workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unusable_gpu() is not None, reason=str(unusable_gpu()))]
 
-OURS = ("union", "pageweaver", "offline", "page-pair", "portable")
+OURS = ("union", "pageweaver", "auto", "offline", "page-pair", "portable")
 
 
 FILES = ["packed", "m3_tiny_layer"]

@@ -53,6 +53,11 @@ def test_whole_run(reference_kernels, no_ceilings, small_workload, tmp_path, cap
         element_bytes = 2 if name == "portable-bf16" else 1
         assert arm["rates"]["bytes_delivered"] == arm["counts"]["visits"] * 2 * 128 * 128 * element_bytes
     assert report["arms"]["offline-w512"]["notes"]["search_s"] > 0
+    auto = report["arms"]["auto"]
+    # A workload of a few dozen queries: nothing to gain, so the counts are those of the original order.
+    assert auto["notes"]["order"] == "original"
+    assert set(auto["notes"]["decisions"]) == {"small"}
+    assert auto["counts"] == report["arms"]["union8"]["counts"]
     assert len(report["savings"]) == 8
     assert set(report["stages"]) >= {"regroup-w64", "value-tiles", "attention-w128"}
     assert report["sets"] == len(report["seeds"]) > 1

@@ -23,7 +23,7 @@ from pageweaver_sglang.plugin import control
 
 HELPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 MODE = os.environ["PAGEWEAVER_MODE"]
-SPEED = {"native": 1.0, "union8": 0.8, "pageweaver": 0.5}
+SPEED = {"native": 1.0, "union8": 0.8, "pageweaver": 0.5, "auto": 0.5}
 LAYERS = 4
 CONTROL = Path(os.environ["PAGEWEAVER_CONTROL_DIR"])
 calls = collections.Counter()
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         arm = serving()
         seconds = length / 1000 * SPEED[arm]
         with lock:
-            calls["native" if misbehaves("SECRETLY_NATIVE") else arm] += LAYERS
+            calls["native" if misbehaves("SECRETLY_NATIVE") else {"auto": "pageweaver"}.get(arm, arm)] += LAYERS
             activity["total_prefill_uncached_tokens"] += length
         if timed():
             with lock:

@@ -18,7 +18,7 @@ from tests.cli.interruptible import running
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ARMS = ["native", "union8", "pageweaver"]
+ARMS = ["native", "union8", "auto"]
 
 
 def fake(name):
@@ -59,7 +59,7 @@ def run(arguments, tmp_path, *more):
 def test_a_whole_comparison(arguments, tmp_path, capsys):
     code, report = run(arguments, tmp_path, "--blocks", "2", "--", "--trust-remote-code")
     assert (code, report["failures"]) == (0, [])
-    assert report["order"] == [["native", "union8", "pageweaver"], ["union8", "pageweaver", "native"]]
+    assert report["order"] == [["native", "union8", "auto"], ["union8", "auto", "native"]]
     served = [(r["arm"], r["block"], r["timed"]) for r in report["runs"]]
     last = [entry for arm in report["order"][1] for entry in ((arm, 1, False), (arm, 0, True))]
     assert served == [(arm, 0, False) for arm in ARMS] + last
@@ -67,16 +67,16 @@ def test_a_whole_comparison(arguments, tmp_path, capsys):
     assert [(row["prompt"], row["concurrency"]) for row in report["loads"]] == [(100, 1), (100, 2), (200, 1), (200, 2)]
     row = report["loads"][3]["arms"]
     assert row["native"]["times_ttft"]["median"] == 1
-    assert row["pageweaver"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
-    assert row["pageweaver"]["ttft_ms"]["median"] == pytest.approx(100)
-    assert row["pageweaver"]["ttft_ms"]["requests"] == 8
-    assert row["pageweaver"]["times_throughput"]["median"] == pytest.approx(2, rel=0.01)
+    assert row["auto"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
+    assert row["auto"]["ttft_ms"]["median"] == pytest.approx(100)
+    assert row["auto"]["ttft_ms"]["requests"] == 8
+    assert row["auto"]["times_throughput"]["median"] == pytest.approx(2, rel=0.01)
     assert row["union8"]["input_throughput"]["blocks"]["1"] == pytest.approx(4 * 200 / 0.321)
     shares = {(r["prompt"], r["concurrency"], r["arm"]): r for r in report["step3"]}
     assert shares[200, 1, "native"]["share"] == pytest.approx(0.25)
     assert shares[200, 1, "native"]["at_most"] == pytest.approx(4 / 3)
     assert shares[200, 1, "native"]["step3_ms"] == pytest.approx(50)
-    assert shares[100, 1, "pageweaver"]["share"] == pytest.approx(0.25)
+    assert shares[100, 1, "auto"]["share"] == pytest.approx(0.25)
     # Every request's figure, launch lines and what Triton chose are there.
     first = report["runs"][0]
     assert first["cells"][1]["ttft_s"] == [0.1] * 4
@@ -177,6 +177,14 @@ def test_a_load_that_fails(arguments, tmp_path, monkeypatch, variable, value, fa
 def quick_switching(monkeypatch):
     monkeypatch.setattr(switching, "_SETTLE", 0.4)
     monkeypatch.setattr(switching, "SECONDS", 3.0)
+
+
+def test_one_server_in_mode_auto(arguments, tmp_path, quick_switching):
+    """Its calls count as those of the arms that it chooses from."""
+    more = ["--one-server", "--arms", "native,auto", "--blocks", "1", "--no-share", "--prompts", "100"]
+    code, report = run(arguments, tmp_path, *more)
+    assert (code, report["failures"]) == (0, [])
+    assert [entry["calls"] for entry in report["runs"]] == [{"native": 32}, {"pageweaver": 32}]
 
 
 def test_one_server_for_both_arms(arguments, tmp_path, quick_switching, capsys):

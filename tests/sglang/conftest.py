@@ -59,8 +59,9 @@ def run_program(plugin_path, tmp_path_factory):
         report = tmp_path_factory.mktemp(name) / "report.json"
         env = {key: value for key, value in os.environ.items() if not key.startswith("PAGEWEAVER_")}
         env["PYTHONPATH"] = os.pathsep.join([str(HERE), *plugin_path, *env.get("PYTHONPATH", "").split(os.pathsep)])
-        # Not the user's own control folder, where servers may be switched off.
-        env |= {"REPORT": str(report), "PAGEWEAVER_CONTROL_DIR": str(report.parent), **environment}
+        # Not the user's own control folder, where servers may be switched off; and a mode that does one thing only.
+        fixed = {"PAGEWEAVER_CONTROL_DIR": str(report.parent), "PAGEWEAVER_MODE": "pageweaver"}
+        env |= {"REPORT": str(report), **fixed, **environment}
         done = subprocess.run(
             [sys.executable, "-W", "ignore", str(HERE / "programs" / f"{name}.py"), *arguments],
             env=env,

@@ -30,7 +30,7 @@ def running(tmp_path):
 
     def start(**settings):
         folder = settings.pop("control_dir", str(tmp_path))
-        started.append(operations.Operations(Config(control_dir=folder, **settings)))
+        started.append(operations.Operations(Config(control_dir=folder, **{"mode": "pageweaver"} | settings)))
         return started[-1]
 
     yield start
@@ -46,7 +46,7 @@ def wait_for(condition, seconds=2.0):
 
 
 def serve(switch, **settings):
-    return step3.Step3(Config(**settings), pool_page_size=128, switch=switch)
+    return step3.Step3(Config(**{"mode": "pageweaver"} | settings), pool_page_size=128, switch=switch)
 
 
 def warnings(caplog):
@@ -130,7 +130,7 @@ def test_every_process_follows_the_command(tmp_path, capsys):
         "import sys, time\n"
         "from pageweaver_sglang.config import Config\n"
         "from pageweaver_sglang.plugin.operations import Operations\n"
-        f"Operations(Config(control_dir={str(tmp_path)!r}), rank=int(sys.argv[1]))\n"
+        f"Operations(Config(mode='pageweaver', control_dir={str(tmp_path)!r}), rank=int(sys.argv[1]))\n"
         "sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", program]

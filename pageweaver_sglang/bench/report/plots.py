@@ -25,6 +25,7 @@ _COLOURS = {
     "flashinfer": _GREY,
     "union": _GREEN,
     "pageweaver": _BLUE,
+    "auto": _BLUE,
     "page-pair": _ORANGE,
 }
 
@@ -112,7 +113,9 @@ def offline_figure(report: Report) -> bytes | None:
     """Orders found beforehand, beside the original one and PageWeaver's own."""
     offline = _timed(report, ("offline",))
     own = {
-        name: timing for name, timing in _timed(report, ("main",)).items() if name.startswith(("union8", "pageweaver"))
+        name: timing
+        for name, timing in _timed(report, ("main",)).items()
+        if name.startswith(("union8", "pageweaver", "auto"))
     }
     return _timing_bars({**own, **offline}) if offline else None
 

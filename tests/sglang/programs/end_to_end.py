@@ -16,7 +16,7 @@ from sparse_case import Case  # noqa: E402
 from pageweaver_sglang.config import Config  # noqa: E402
 from pageweaver_sglang.plugin import step3  # noqa: E402
 
-VERIFY = Config(verify_every=1, dense_backend="torch_native")
+VERIFY = Config(mode="pageweaver", verify_every=1, dense_backend="torch_native")
 report: dict = {}
 
 
@@ -48,7 +48,7 @@ report["padded rows are zero"] = bool((out[4:] == 0).all())
 # The order of the ids, repeats and holes must not matter; SGLang's kernel takes right-padded rows only, so these are
 # compared with PageWeaver's own answer to the ordinary rows.
 case = Case(server_args, [1500], [5])
-plain = Config(dense_backend="torch_native")
+plain = Config(mode="pageweaver", dense_backend="torch_native")
 expected, _ = case.prefill(plain)
 report["unsorted"] = difference(case.prefill(plain, edit=lambda topk_idx: topk_idx.flip(-1))[0], expected)
 report["holes"] = difference(

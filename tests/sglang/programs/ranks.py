@@ -17,7 +17,7 @@ from pageweaver_sglang.config import Config  # noqa: E402
 from pageweaver_sglang.cuda.support import unsupported_reason  # noqa: E402
 from pageweaver_sglang.plugin import step3  # noqa: E402
 
-VERIFY = Config(verify_every=1, dense_backend="torch_native")
+VERIFY = Config(mode="pageweaver", verify_every=1, dense_backend="torch_native")
 report: dict = {}
 
 
