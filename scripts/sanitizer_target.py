@@ -40,8 +40,8 @@ def main() -> int:
         case = make_case(name, seed=1, device="cuda", **overrides)
         outputs = {}
         for label, config in {
-            "stream": pw.Config(window=64),
-            "union8": pw.Config(engine="union8", guard="none"),
+            "stream": pw.Config(mode="pageweaver", window=64),
+            "union8": pw.Config(mode="pageweaver", engine="union8", guard="none"),
             "original": pw.Config(mode="union8"),
             "high": pw.Config(precision="high"),
             "high, original": pw.Config(mode="union8", precision="high"),

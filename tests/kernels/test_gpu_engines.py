@@ -416,9 +416,9 @@ class Buffers:
 
 CONFIGS = {
     "original": {"mode": "union8", "window": 128},
-    "paper": {"engine": "union8", "window": 128},
-    "w64": {"window": 64},
-    "w128": {"guard": "none", "window": 128},
+    "paper": {"mode": "pageweaver", "engine": "union8", "window": 128},
+    "w64": {"mode": "pageweaver", "window": 64},
+    "w128": {"mode": "pageweaver", "guard": "none", "window": 128},
 }
 HEADS4 = {"kv_heads": 4}
 
@@ -498,7 +498,7 @@ def test_two_workspaces_on_two_streams(how):
     """Two calls at a time, each with its own workspace and contents that change from round to round."""
     cases = graph_cases()
     expected = [attend(case, window=None, engine="union8") for case in cases]
-    config = pw.Config()
+    config = pw.Config(mode="pageweaver")
     lanes = []
     for _ in range(2):
         buffers = Buffers(cases)

@@ -121,7 +121,9 @@ def test_pages_that_cannot_be_read_contribute_nothing(name, share, k, entry):
         assert bool((out[nothing] == 0).all())
     for engine in ("stream", "union8"):
         out = torch.full_like(case.q, float("nan"))
-        assert same_bits(pw.sparse_prefill(*misled.args(), config=pw.Config(engine=engine), out=out), expected)
+        assert same_bits(
+            pw.sparse_prefill(*misled.args(), config=pw.Config(mode="pageweaver", engine=engine), out=out), expected
+        )
 
 
 def test_a_table_that_ends_before_the_sequence():
@@ -351,7 +353,7 @@ def test_layouts_of_the_caches(kv_heads, layout):
     for window, group_size, engine in WAYS:
         assert same_bits(attend(other, window=window, group_size=group_size, engine=engine), expected)
     for engine in ("stream", "union8"):
-        assert same_bits(pw.sparse_prefill(*other.args(), config=pw.Config(engine=engine)), expected)
+        assert same_bits(pw.sparse_prefill(*other.args(), config=pw.Config(mode="pageweaver", engine=engine)), expected)
 
 
 # ---------------------------------------------------------------- Logits
@@ -442,7 +444,7 @@ def test_a_plan_attended_beside_a_call_of_another_workspace(tokens):
     plan = plan_with_slots(mine, pw.regroup(mine.topk_idx, mine.cu_seqlens, mine.prefix_lens), marks=tiles.marks)
     ops.value_tiles(mine.v_cache, tiles, plan)
     queue, plan_out = plan.queue.clone(), torch.empty_like(mine.q)
-    config = pw.Config()
+    config = pw.Config(mode="pageweaver")
     workspace = pw.Workspace(
         other.q.shape[0],
         1,

@@ -198,7 +198,9 @@ def test_one_workspace_for_pools_of_different_sizes():
     for pool_pages in (pools, None):
         workspace = pw.Workspace(tokens, 4, kv_heads=4, topk=16, q_heads=64, pool_pages=pool_pages, device="cuda")
         for case in [*cases, *reversed(cases)]:
-            out = pw.sparse_prefill(*case.args(), config=pw.Config(guard="none"), workspace=workspace)
+            out = pw.sparse_prefill(
+                *case.args(), config=pw.Config(mode="pageweaver", guard="none"), workspace=workspace
+            )
             assert same_bits(out, attend(case))
 
 
@@ -208,7 +210,7 @@ def test_marks_that_a_failed_call_left_behind_do_not_matter():
     pool_pages = case.k_cache.shape[0] // 128
     tiles = pw.ValueTiles.empty(1, pool_pages, device="cuda")
     tiles.begin().fill_(128)  # and no end
-    out = pw.sparse_prefill(*dirty.args(), config=pw.Config(guard="none"), value_tiles=tiles)
+    out = pw.sparse_prefill(*dirty.args(), config=pw.Config(mode="pageweaver", guard="none"), value_tiles=tiles)
     assert same_bits(out, attend(case))
     assert not bool(tiles.marks.any())
 
@@ -218,7 +220,10 @@ def test_layers_share_one_set_of_tiles():
     case = make_case("heads4", seed=11, device="cuda")
     tiles = pw.ValueTiles.empty(4, case.k_cache.shape[0] // 128, device="cuda")
     layers = [case, dataclasses.replace(case, v_cache=case.v_cache.flip(0)), case]
-    outputs = [pw.sparse_prefill(*c.args(), config=pw.Config(guard="none"), value_tiles=tiles) for c in layers]
+    outputs = [
+        pw.sparse_prefill(*c.args(), config=pw.Config(mode="pageweaver", guard="none"), value_tiles=tiles)
+        for c in layers
+    ]
     for out, layer in zip(outputs, layers, strict=True):
         assert same_bits(out, attend(layer, engine="union8"))
 

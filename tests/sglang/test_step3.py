@@ -86,6 +86,10 @@ def test_counts_by_mode(mode):
     assert served.stats.calls_by_arm == {mode: 1}
 
 
+def forward_of(prefixes: list[int], chunks: list[int]) -> Forward:
+    return Forward(types.SimpleNamespace(extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=chunks))
+
+
 def long_call(tokens: int) -> dict:
     """Queries of four kinds that alternate, 8 pages each: groups of 32 pages, or of 8 once regrouped."""
     kinds = torch.arange(32, dtype=torch.int32).view(4, 8)
@@ -112,22 +116,22 @@ def test_mode_auto_decides_per_layer_and_context_and_counts_what_was_done(withou
     served = make(mode="auto")
     for layer, tokens in ((3, 320), (3, 320), (3, 320), (3, 640), (4, 320), (4, TOKENS)):
         call = make_call() if tokens == TOKENS else long_call(tokens)
-        served(Native(), layer, call, HostLengths((PREFIX if tokens == TOKENS else 6000,), (tokens,)))
+        served(Native(), layer, call, forward_of([PREFIX if tokens == TOKENS else 6000], [tokens]))
     # Two calls until the first one counts; three visits a row are too few for 320 queries, and enough for 640.
     assert served.stats.decisions == {"first": 3, "original": 1, "regroup": 1, "small": 1}
     assert served.stats.calls_by_arm == {"pageweaver": 4, "union8": 2}
     assert served.stats.tokens_by_arm == {"pageweaver": 3 * 320 + 640, "union8": 320 + TOKENS}
     assert served.stats.measured_visits == {"original": 640 * 4, "saved": 640 * 3}
-    assert "layer 3 call 3 tokens 320 original order (original, expected gain -5.2 us)" in caplog.text
-    assert "layer 4 call 6 tokens 6 original order (small)" in caplog.text
+    assert "auto: layer 3 tokens 320: original order (original, expected gain -5.2 us)" in caplog.text
+    assert "auto: layer 4 tokens 6: original order (small)" in caplog.text
     assert "decisions: {'first': 3" in served.stats.summary()
 
 
 def test_mode_auto_without_lengths_of_this_batch(without_attention):
     """None, or those of another number of requests (padding): one history for all contexts."""
     served, call = make(mode="auto"), long_call(320)
-    for lengths in (None, HostLengths((1280, 0), (320, 0)), None):
-        served(Native(), 3, call, lengths)
+    for forward in (None, forward_of([1280, 0], [320, 0]), None):
+        served(Native(), 3, call, forward)
     assert served.stats.decisions == {"first": 2, "original": 1}
 
 
