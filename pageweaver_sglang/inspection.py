@@ -254,7 +254,7 @@ def verdict(found: Inspection) -> tuple[str, str]:
     if best < SMALL_SAVING:
         return "share, don't regroup", (
             f"{shared}; regrouping saves {best:.1%} of the page visits (below {SMALL_SAVING:.0%}), which hardly pays "
-            "for finding the groups: try mode union8."
+            "for finding the groups: mode auto should keep the original order, as union8 does."
         )
     if w64 >= w128 - WINDOW_MARGIN:
         margin = f"{100 * WINDOW_MARGIN:.0f} point"
@@ -264,9 +264,10 @@ def verdict(found: Inspection) -> tuple[str, str]:
     if best < GOOD_SAVING:
         return "small gain", (
             f"{shared}; regrouping saves {best:.1%} of the page visits ({SMALL_SAVING:.0%} to {GOOD_SAVING:.0%}), "
-            f"which may be about what it costs: measure union8 against pageweaver. Of the windows, {window}."
+            f"which may be about what it costs: mode auto decides call by call, or measure union8 against pageweaver. "
+            f"Of the windows, {window}."
         )
     return "regroup", (
         f"{shared}; regrouping saves {best:.1%} of the page visits ({GOOD_SAVING:.0%} or more): mode pageweaver should "
-        f"gain. Of the windows, {window}."
+        f"gain, and mode auto regroup. Of the windows, {window}."
     )

@@ -116,6 +116,8 @@ def _look_at_settings(diagnosis: Diagnosis) -> Config | None:
     native = "The setting mode=native asks for SGLang's own Step 3." if config.mode == "native" else None
     chosen = f"valid; profile {profile or 'none'}, mode {config.mode}, precision {config.precision}"
     diagnosis.add("settings", chosen, native)
+    if config.mode == "auto":
+        diagnosis.add("order", auto_rule(config))
     if config.mode != "native" and config.fallback_engine != "native":
         _look_at_fallback(diagnosis, config.fallback_engine)
     return config
@@ -132,6 +134,21 @@ def _look_at_fallback(diagnosis: Diagnosis, engine: str) -> None:
         return
     version = environment.version("flashinfer-python") or "of an unknown version"
     diagnosis.add("fallback engine", f"{engine}, flashinfer-python {version}; compiled while a server starts")
+
+
+def auto_rule(config: Config) -> str:
+    """How mode ``auto`` decides with these settings, in a sentence."""
+    from pageweaver_sglang.auto import model
+    from pageweaver_sglang.auto.history import PROBE_SHARE
+
+    fixed, slope = model.REGROUP_US[config.window], model.REGROUP_US_PER_1000_ROWS[config.window]
+    worth = model.worth_us(1000, config.engine)
+    return (
+        f"decided per call: windows of {config.window} are regrouped where a layer's earlier calls, at such a context, "
+        f"let expect more than it costs: {worth:.2f} us for 1,000 page visits saved, against {fixed:.0f} us and "
+        f"{slope:.2f} us for 1,000 (query, KV head) pairs; elsewhere at most {PROBE_SHARE:.1%} of the time goes into "
+        "looking again"
+    )
 
 
 def _look_at_switch(diagnosis: Diagnosis, config: Config) -> None:

@@ -14,6 +14,8 @@ import torch
 
 import pageweaver_sglang as pw
 from pageweaver_sglang import api
+from pageweaver_sglang.auto.history import Decision
+from pageweaver_sglang.auto.readback import Readback
 from pageweaver_sglang.cuda import support
 from tests.generators import make_case
 
@@ -199,7 +201,7 @@ def test_sparse_prefill_by_the_portable_engine(calls, monkeypatch, capability, a
     monkeypatch.setattr(support, "capability_of", lambda device: capability)
     case = make_case("padded", ratio=ratio, page_size=64)
     size = support.union_group_size("portable", ratio)
-    config = pw.Config(engine=asked)
+    config = pw.Config(mode="pageweaver", engine=asked)
     workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=ratio, group_size=size, device="cpu")
     for space in (None, workspace):
         calls.clear()
@@ -214,6 +216,31 @@ def test_sparse_prefill_by_the_portable_engine(calls, monkeypatch, capability, a
     wrong = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=ratio, device="cpu")
     with pytest.raises(ValueError, match=f"workspace must be one with group_size={size}, got group_size=8"):
         pw.sparse_prefill(*case.args(), config=config, workspace=wrong, page_size=64)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("regroup", [False, True])
+def test_sparse_prefill_does_what_was_decided_and_counts(calls, monkeypatch, regroup, capturing):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    measurement = Readback(torch.device("cpu")).take() if regroup else None
+    pw.sparse_prefill(*CASE.args(), decision=Decision(regroup, "probe", measurement=measurement))
+    assert [name for name, _, _ in calls if name == "regroup"] == ["regroup"] * regroup
+    if regroup:
+        visits = torch.zeros(2, dtype=torch.int64)
+        pw.reference.regroup(*PICKS, window=64, guard="window", visits=visits)
+        assert visits[0] > 0
+        # Replays would count again and again.
+        assert calls[0][2]["visits"] is (None if capturing else measurement.visits)
+        assert measurement.visits.tolist() == ([0, 0] if capturing else visits.tolist())
+        measurement._readback.collect()
+        assert measurement.result == (None if capturing else tuple(visits.tolist()))
+
+
+def test_a_decision_in_a_fixed_mode_is_refused(calls):
+    decision = Decision(True, "first")
+    with pytest.raises(ValueError, match=r"^sparse_prefill: decision must be None unless the mode is 'auto', got a"):
+        pw.sparse_prefill(*CASE.args(), decision=decision, config=pw.Config(mode="union8"))
+    assert not calls
 
 
 def test_sparse_prefill_into_out(calls):

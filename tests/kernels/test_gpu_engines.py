@@ -237,7 +237,7 @@ class Call:
 
     def __init__(self, case, **config):
         kv_heads, tokens, k = case.topk_idx.shape
-        self.case, self.config = case, pw.Config(**config)
+        self.case, self.config = case, pw.Config(**{"mode": "pageweaver"} | config)
         self.workspace = pw.Workspace(
             tokens,
             case.prefix_lens.shape[0],

@@ -182,7 +182,7 @@ def test_step3_serves_with_them(hopper, request, monkeypatch, memory):
         return sparse_prefill(*arguments, **options)
 
     monkeypatch.setattr(step3, "sparse_prefill", listen)
-    served, call = step3.Step3(Config(), pool_page_size=128), make_call()
+    served, call = step3.Step3(Config(mode="pageweaver"), pool_page_size=128), make_call()
     assert torch.equal(served(Native(), 3, call), Native()(**call))
     assert torch.equal(served(Native(), 4, call), Native()(**call))
     (engine, used), (_, again) = seen
