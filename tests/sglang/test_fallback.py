@@ -33,7 +33,7 @@ def kernels_take_fp8_only(monkeypatch):
 
 def make(function=xqa_batch_decode_with_kv_cache, compiled=SHAPE, **settings):
     serves = fallback.XqaFallback(function, pool_page_size=128, compiled=compiled)
-    return step3.Step3(Config(**settings), pool_page_size=128, fallback=serves)
+    return step3.Step3(Config(**{"mode": "pageweaver"} | settings), pool_page_size=128, fallback=serves)
 
 
 def refused(**call):
