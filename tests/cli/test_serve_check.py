@@ -66,7 +66,7 @@ def test_all_modes_pass(arguments, tmp_path, monkeypatch):
     code, report = run(arguments, tmp_path, "--stock")
     assert failures(report) == []
     assert (code, report["passed"]) == (0, True)
-    assert list(report["launches"]) == ["tp1-pageweaver", "tp1-union8", "tp1-native", "tp1-stock"]
+    assert list(report["launches"]) == ["tp1-auto", "tp1-pageweaver", "tp1-union8", "tp1-native", "tp1-stock"]
     woven = report["launches"]["tp1-pageweaver"]
     assert len(woven["requests"]) == 5  # two prompts, the one that holds the scheduler, two in the batch
     assert list(woven["ranks"]) == ["TP0"]
