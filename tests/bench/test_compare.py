@@ -50,11 +50,12 @@ def test_whole_comparison(no_gpu, workload_file, tmp_path, capsys, monkeypatch):
     assert "native not run: SGLang's Step 3" in shown
     assert report["regroup_kernel_equal"] == {"w64": True, "w128": True}
     # The public arms run the reference engine here: right up to the output's BF16.
-    for name in ("union8", "union8-paper", *(f"pageweaver-{kind}" for kind in ("w64", "w128", "high", "w128-paper"))):
+    ours = [f"pageweaver-{kind}" for kind in ("w64", "w128", "high", "w128-paper")]
+    for name in ("union8", "union8-paper", "auto", *ours):
         assert report["accuracy"]["nrms"][name]["random"] < 3e-3
         assert report["accuracy"]["nrms"][name]["q_x4"] < 3e-3
     regrouped = [f"pageweaver-w{window}{suffix}" for window in (64, 128) for suffix in ("", "-fixed")]
-    timed = ["union4", "union8", "union8-paper", *regrouped, "pageweaver-high", "pageweaver-w128-paper"]
+    timed = ["union4", "union8", "union8-paper", *regrouped, "auto", "pageweaver-high", "pageweaver-w128-paper"]
     runs = report["timings"]["runs"]
     assert [(run["cache"], run["mode"]) for run in runs] == [
         ("cold", "graph"),
