@@ -240,7 +240,7 @@ def test_side_by_side(arguments, tmp_path, quick_switching, capsys):
         (arm, 0, True) for arm in ARMS
     ]
     arms = report["loads"][1]["arms"]
-    assert arms["pageweaver"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
+    assert arms["auto"]["times_ttft"]["blocks"] == {"0": 2.0, "1": 2.0}
     shares = {(row["prompt"], row["concurrency"], row["arm"]): row["share"] for row in report["step3"]}
     assert [shares[200, 1, arm] for arm in ARMS] == pytest.approx([0.25, 0.25, 0.25])
     ports = set()
@@ -271,7 +271,7 @@ def test_side_by_side(arguments, tmp_path, quick_switching, capsys):
         ("DIE", "union8, block 1: could not be served: the server ended with exit code 1"),
         ("REFUSE", "union8, block 1: could not be served: warm-up: HTTP 400"),
         ("WRONG_MODE", "union8, block 1: could not be served: the server's log says mode native"),
-        ("SMALL_POOL", "the servers' KV pools differ (native 300, union8 200, pageweaver 300 tokens)"),
+        ("SMALL_POOL", "the servers' KV pools differ (native 300, union8 200, auto 300 tokens)"),
         ("BUSY", "still has 1 requests after"),
         ("SILENT", "says nothing of its load after"),
         ("DIE_IDLE", "native, block 1: the server of union8: /v1/loads at port"),
