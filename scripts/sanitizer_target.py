@@ -43,7 +43,7 @@ def main() -> int:
             "stream": pw.Config(mode="pageweaver", window=64),
             "union8": pw.Config(mode="pageweaver", engine="union8", guard="none"),
             "original": pw.Config(mode="union8"),
-            "high": pw.Config(precision="high"),
+            "high": pw.Config(mode="pageweaver", precision="high"),
             "high, original": pw.Config(mode="union8", precision="high"),
         }.items():
             outputs[label] = pw.sparse_prefill(*case.args(), config=config)

@@ -61,7 +61,7 @@ def catalogue(orders: dict[str, FoundOrder]) -> list[Entry]:
 
 
 def _count_key(name: str) -> str:
-    """Count of an arm of :func:`..arms.comparison_arms`: ``unionN...``, ``pageweaver-WINDOW...``, ``auto``; groups of 8.
+    """Count of a :func:`..arms.comparison_arms` arm: ``unionN...``, ``pageweaver-WINDOW...`` or ``auto``, groups of 8.
 
     An arm that names no window has the default one.
     """
