@@ -31,7 +31,7 @@ ONE_ROUNDING = 2**-8 + 2**-9
 MODES = {
     "original": pw.Config(mode="union8", precision="high"),
     "w64": pw.Config(mode="pageweaver", precision="high"),
-    "w128": pw.Config(window=128, guard="none", precision="high"),
+    "w128": pw.Config(mode="pageweaver", window=128, guard="none", precision="high"),
 }
 
 
