@@ -1,4 +1,4 @@
-// Streamed union attention: what union8.cuh computes, to the bit, with pages streamed through a deep ring to independent
+// Streamed union attention: what union8.cuh computes (with one term to the bit), with pages streamed through a deep ring to independent
 // consumer warpgroups. V comes as transposed tiles (value_tiles.cuh), so nothing but copies stands between L2 and the tensor cores.
 //
 // One persistent CTA an SM draws groups from a queue. kConsumers warpgroups own 4 queries x 16 heads of the group each, and share
@@ -28,6 +28,10 @@
 // Probabilities are computed from the reference as it is, without a maximum of the page, and again after a raise. A group's first page,
 // and one that is far behind (NextPage::kFar), begins with S alone: P V of the page before it has ended.
 // The softmax of one consumer runs while the tensor cores work for the other; the first query's also beside the own P V.
+//
+// With two terms (kTerms, precision high) P V of a page is summed apart (kApart), from zero and in the registers of S, and added to O in
+// FP32: O as an accumulator keeps 14 bits, so that it would cut off what late pages add, the second terms first. S of the next page
+// then waits for that: every page goes as a group's first.
 #pragma once
 
 #include "attention.cuh"
