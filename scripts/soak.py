@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Serve the tiny MiniMax-M3 for a while under mixed traffic, and decide whether it stayed up, right and flat in memory.
 
-    soak.py --seconds 60                                # one GPU, mode pageweaver
+    soak.py --seconds 60                                # one GPU, mode auto
     soak.py --seconds 600 --verify-every 5 -- --tp 2    # longer, more calls compared, more arguments for the server
 
 The server gets PAGEWEAVER_VERIFY_EVERY: every n-th Step 3 call is computed by SGLang's own function too, and the
@@ -536,7 +536,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     shown = "(default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=60, help=f"of traffic {shown}")
     parser.add_argument("--model", type=Path, default=Path("build/m3tiny"), help=f"made when it is missing {shown}")
-    parser.add_argument("--mode", default="pageweaver", help=f"PAGEWEAVER_MODE {shown}")
+    parser.add_argument("--mode", default="auto", help=f"PAGEWEAVER_MODE {shown}")
     parser.add_argument(
         "--verify-every", type=int, default=13, help=f"no multiple of the sparse layers' number {shown}"
     )

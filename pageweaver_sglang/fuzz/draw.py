@@ -164,7 +164,7 @@ def draw_call(seed: int, variants: tuple[str, ...] = tuple(VARIANTS), largest: i
     if tried.compiled_apart and k_tensor:  # none and a float are the same code, a tensor is not
         k_scale, v_scale = k_scale or 1.0, v_scale or 1.0
 
-    mode = _pick(rng, ("pageweaver", "union8"), (0.75, 0.25))
+    mode = _pick(rng, ("auto", "pageweaver", "union8"), (0.3, 0.5, 0.2))
     config: dict[str, object] = {
         "mode": mode,
         **tried.config,

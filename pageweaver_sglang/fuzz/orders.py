@@ -23,13 +23,17 @@ def compare(call: Call, tensors: Tensors) -> list[str]:
     capacity = int(str(call.config["capacity"])) if call.config["overflow"] == "original" else None
     sizes = {"window": window, "group_size": group_size, "page_size": call.page_size}
 
-    def regroup(engine, picks: dict[str, torch.Tensor]) -> torch.Tensor:
+    def regroup(engine, picks: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         arguments = (picks["topk_idx"], picks["cu_seqlens"], picks["prefix_lens"])
-        return engine.regroup(*arguments, **sizes, capacity=capacity, guard=call.config["guard"])
+        visits = torch.full((2,), call.seed, dtype=torch.int64, device=picks["topk_idx"].device)
+        options = {"capacity": capacity, "guard": call.config["guard"], "visits": visits}
+        return engine.regroup(*arguments, **sizes, **options), visits
 
-    perm, wanted = regroup(pw, on_device), regroup(pw.reference, on_host)
+    (perm, visits), (wanted, wanted_visits) = regroup(pw, on_device), regroup(pw.reference, on_host)
     if not torch.equal(perm.cpu(), wanted):
         problems.append(f"regroup: the order differs (window {window}, groups of {group_size})")
+    if not torch.equal(visits.cpu(), wanted_visits):
+        problems.append(f"regroup: visits {visits.tolist()} instead of {wanted_visits.tolist()} (window {window})")
     # The right order for both, so that a wrong one is not reported twice.
     for order in (None, wanted):
         lengths = [[picks[name] for name in _LENGTHS] for picks in (on_device, on_host)]
