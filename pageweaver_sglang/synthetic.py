@@ -126,6 +126,15 @@ PRESETS: dict[str, tuple[str, Recipe]] = {
             requests=((16384, 0),), drift=0.01, noise=0.15, types=2, streak=6, interleave="random", hot=6, hot_share=0.4
         ),
     ),
+    **{
+        f"ctx{name}": (
+            f"last 16,384 queries of a prompt of {name.upper()} tokens; the values of ctx64k",
+            Recipe(
+                requests=((16384, context - 16384),), drift=0.03, noise=0.22, types=2, streak=3, interleave="random"
+            ),
+        )
+        for name, context in (("128k", 1 << 17), ("256k", 1 << 18), ("1m", 1 << 20))
+    },
     "packed": (
         "seven requests of odd lengths and prefixes in one chunk",
         Recipe(

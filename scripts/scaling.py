@@ -31,7 +31,7 @@ QUERIES = (1, 2, 4, 8, 16, 32, 64)
 """Thousands (1024) of queries behind PREFIX tokens."""
 CONTEXTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 """Thousands (1024) of tokens of context, with min(8K, half of it) queries at its end."""
-ARMS = ("native", "union8", "pageweaver-w64", "pageweaver-w128")
+ARMS = ("native", "union8", "pageweaver-w64", "pageweaver-w128", "auto")
 
 
 def workloads() -> dict[str, tuple[int, int]]:

@@ -23,6 +23,7 @@ from host_kernels import (
 )
 
 import pageweaver_sglang as pw
+from pageweaver_sglang import synthetic
 from tests import naive
 from tests.generators import CASE_NAMES, make_case
 
@@ -110,6 +111,35 @@ def test_capacity_keeps_the_original_order(kernels):
     original = np.arange(w.topk_idx.shape[1])[None]
     np.testing.assert_array_equal(assert_matches(kernels, *arguments, capacity=512), original)
     assert (assert_matches(kernels, *arguments, capacity=1024) != original).any()
+
+
+def unlimited_bitmap_order(topk: np.ndarray, window: int, group_size: int = 8) -> np.ndarray:
+    """Algorithm 1 for one request and KV head, with one bit for every page of the context: Python's integers."""
+    bitmaps = [sum(1 << page for page in set(row)) for row in topk.tolist()]
+    order: list[int] = []
+    for first in range(0, len(bitmaps), window):
+        left = list(range(first, min(first + window, len(bitmaps))))
+        while left:
+            union = 0
+            for place in range(min(group_size, len(left))):
+                costs = [(bitmaps[query] & ~union).bit_count() for query in left] if place else [0]
+                query = left.pop(costs.index(min(costs)))
+                union |= bitmaps[query]
+                order.append(query)
+    return np.array(order, dtype=np.int32)
+
+
+@pytest.mark.parametrize("window", [64, 128])
+@pytest.mark.parametrize("name", ["ctx128k", "ctx256k", "ctx1m"])
+def test_renaming_is_an_unlimited_bitmap(kernels, name, window):
+    """To 8,192 pages: past 4,096 the kernel finds names by hashing."""
+    ((queries, prefix),) = synthetic.PRESETS[name][1].requests
+    w = synthetic.make_workload(synthetic.preset(name, requests=((2000, prefix + queries - 2000),)))
+    topk = w.topk_idx.numpy()
+    assert topk.max() == (prefix + queries) // 128 - 1
+    perm = assert_matches(kernels, topk, w.cu_seqlens.numpy(), w.prefix_lens.numpy(), window=window)
+    np.testing.assert_array_equal(perm[0], unlimited_bitmap_order(topk[0], window))
+    assert (perm[0] != np.arange(2000)).any()
 
 
 def test_capacity_is_per_request(kernels):
