@@ -218,7 +218,6 @@ class Operations:
             "timing": self.switch.timing,
             "calls": dict(self._sum("calls_by_arm")),
             "fallbacks": dict(self._sum("fallbacks_by_reason")),
-            "decisions": dict(self._sum("decisions")),
             "captured_calls": sum(stats.captured_calls for stats in self._stats),
         }
         if state == self._written and path.exists():

@@ -12,8 +12,10 @@ import pageweaver_sglang as pw
 from pageweaver_sglang.auto import model
 from pageweaver_sglang.auto.history import History
 from pageweaver_sglang.capture.snapshot import HostLengths
+from scripts import fit_auto
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
 WORKLOADS = ["ctx8k", "ctx16k", "ctx32k_chunk2", "ctx64k_a", "ctx64k_flat", "ctx64k_mixed", "ctx128k", "packed"]
 ORIGINAL_IS_FASTER = {"ctx8k", "ctx64k_flat"}
 TOLERANCE = 1.01
@@ -21,7 +23,7 @@ TOLERANCE = 1.01
 
 def measured(name):
     """Arms of a committed run: medians of whole online calls (``graph_ms``) and page visits of their plans."""
-    return json.loads((ROOT / "benchmarks" / "results" / "h200" / f"arms-{name}.json").read_text())["arms"]
+    return json.loads((RESULTS / f"arms-{name}.json").read_text())["arms"]
 
 
 def times_of(name):
@@ -76,6 +78,15 @@ def test_on_the_papers_kernel_the_decision_is_the_faster_arm_too(name):
     regrouped = settled(name, **arms, engine="union8", window=128, guard="none").regroup
     chosen = times["pageweaver-w128-paper" if regrouped else "union8-paper"]
     assert chosen <= TOLERANCE * min(times["union8-paper"], times["pageweaver-w128-paper"])
+
+
+def test_the_figures_are_those_that_the_measurements_give():
+    reports = [json.loads(path.read_text()) for path in sorted((RESULTS).glob("arms-*.json"))]
+    found = fit_auto.fit(fit_auto.rows_of(reports))
+    for engine, figure in model.NS_PER_VISIT.items():
+        assert figure == pytest.approx(found[engine], rel=0.02)
+    for window in (64, 128):
+        assert model.cost_us(found["rows"], window) == pytest.approx(found[window], abs=0.5)
 
 
 def test_worth_and_cost():
