@@ -112,7 +112,7 @@ def test_malformed_switches_are_errors(tmp_path, content):
 def test_timing_is_switched_apart_from_serving(running, tmp_path):
     ours = running()
     timer = timing.Step3Timer(timing.HostClock())
-    served = step3.Step3(Config(), pool_page_size=128, switch=ours.switch, timer=timer)
+    served = step3.Step3(Config(mode="pageweaver"), pool_page_size=128, switch=ours.switch, timer=timer)
     served(Native(), 1, make_call())
     assert timer.calls == 0  # the setting `timing` is off
     control.write_switch(tmp_path, True, timing=True)

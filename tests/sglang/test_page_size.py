@@ -16,7 +16,10 @@ def resolved(monkeypatch):
     monkeypatch.setattr(compat, "get_fields", lambda server_args, *names: [getattr(server_args, n) for n in names])
     monkeypatch.setattr(compat, "set_fields", lambda server_args, **fields: vars(server_args).update(fields))
     monkeypatch.setattr(options, "check_model", lambda hf_config: None)
-    return lambda page_size: types.SimpleNamespace(attention_backend="flashmla", page_size=page_size)
+    # Without prefill CUDA graphs, which have tests of their own.
+    graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="disabled"))
+    fields = {"attention_backend": "flashmla", "cuda_graph_config": graphs}
+    return lambda page_size: types.SimpleNamespace(**fields, page_size=page_size)
 
 
 def test_the_page_size_that_the_dense_backend_forced(resolved):
