@@ -44,9 +44,11 @@ class Readback:
     """
 
     def __init__(self, device: torch.device, slots: int = SLOTS) -> None:
-        self._on_device = torch.zeros(slots, 2, dtype=torch.int64).to(device).unbind()
         cuda = device.type == "cuda"
-        self._on_host = torch.zeros(slots, 2, dtype=torch.int64, pin_memory=cuda).unbind()
+        # A server's first call is in inference mode, whose tensors could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._on_device = torch.zeros(slots, 2, dtype=torch.int64).to(device).unbind()
+            self._on_host = torch.zeros(slots, 2, dtype=torch.int64, pin_memory=cuda).unbind()
         self._events = [torch.cuda.Event() for _ in range(slots)] if cuda else None
         self._known = [[0, 0] for _ in range(slots)]
         self._free = deque(range(slots))

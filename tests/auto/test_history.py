@@ -226,6 +226,17 @@ def test_counters_never_have_to_be_cleared():
         assert measurement.result == tuple(visits)
 
 
+def test_calls_inside_and_outside_of_inference_mode():
+    history = History(pw.Config())
+    with torch.inference_mode():
+        call(history, GAINS)
+        call(history, GAINS)
+    assert words(call(history, GAINS) for _ in range(8))[0] == "regroup"
+    with torch.inference_mode():
+        assert words(call(history, GAINS) for _ in range(8))[-1] == "regroup"
+    assert history.visits["original"] == 2 * 6 * ROWS
+
+
 def test_a_decision_in_words():
     history = History(pw.Config())
     said = [str(call(history, LOSES)) for _ in range(3)]
