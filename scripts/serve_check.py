@@ -74,7 +74,7 @@ VERIFY = re.compile(
     r"cosine (?P<cosine>-?[\d.]+|nan)(?: skipped rows (?P<skipped>\d+))?"
 )
 PADDING = re.compile(r"pageweaver padding: layer (?P<layer>\d+) rows (?P<rows>\d+) not zero (?P<not_zero>\d+)")
-SUMMARY = re.compile(r"pageweaver calls: \{(?P<calls>[^}]*)\} fallbacks: \{(?P<fallbacks>.*)\}")
+SUMMARY = re.compile(r"pageweaver calls: \{(?P<calls>[^}]*)\} fallbacks: \{(?P<fallbacks>.*?)\}( |$)")
 COMPILING = "pageweaver: compiling the CUDA kernels for"
 ERROR = re.compile(
     r"Traceback \(most recent call last\)|CUDA error|NCCL error|illegal memory access|out of memory|Scheduler hit an"

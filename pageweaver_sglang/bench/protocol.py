@@ -3,7 +3,9 @@
 * An *arm* is one way to compute Step 3. ``prepare`` builds what a server would have beforehand (kernels, workspace,
   tuned configurations); ``call`` is one whole call on one of the prepared input sets, everything that depends on the
   indices included.
-* Arms rotate inside one run: round 0 goes A B C, round 1 goes B C A, and so on, so that drifting clocks hit all alike.
+* Arms rotate inside one run: every round takes all of them, each round in another order (shuffled, the same in every
+  run). So clocks that drift hit all alike, and no arm always follows the same one: under a heavy arm the GPU lowers its
+  clock, which the next one still feels (up to 4 % on an H200).
 * A round times ``calls`` consecutive calls of one arm with one pair of CUDA events. The calls walk through the input
   sets. With one set the caches are warm; with enough sets (:func:`sets_for_cold_cache`) no set is left in L2 when its
   turn comes.
@@ -14,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -209,6 +212,11 @@ def capture(arm: Arm, sets: int) -> list[Callable[[], None]]:
     return replays
 
 
+def round_order(names: Sequence[str], number: int) -> list[str]:
+    """``names`` in the order of round ``number``."""
+    return random.Random(number).sample(list(names), len(names))
+
+
 def measure(
     arms: Sequence[Arm],
     sets: int,
@@ -264,8 +272,7 @@ def measure(
     names = list(calls)
     rounds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(protocol.rounds):
-        turn = number % max(len(names), 1)
-        for name in names[turn:] + names[:turn]:
+        for name in round_order(names, number):
             if name not in calls:
                 continue
 

@@ -1,8 +1,19 @@
 """The timing protocol with fake arms and a fake clock: what gets called, in which order, and what is kept."""
 
+import collections
+
 import pytest
 
-from pageweaver_sglang.bench.protocol import Arm, DeviceLost, HostClock, Protocol, Timing, measure, sets_for_cold_cache
+from pageweaver_sglang.bench.protocol import (
+    Arm,
+    DeviceLost,
+    HostClock,
+    Protocol,
+    Timing,
+    measure,
+    round_order,
+    sets_for_cold_cache,
+)
 
 
 class Recorder(Arm):
@@ -43,9 +54,23 @@ def test_arms_rotate_and_inputs_too():
     arms = [Recorder(name, calls) for name in "ABC"]
     timings, failed = measure(arms, 2, Protocol(rounds=3, calls=3, warmup=0), clock=Counter())
     assert failed == {}
-    assert [name for name, _ in calls[::3]] == list("ABCBCACAB")
+    order = [name for name, _ in calls[::3]]
+    assert order == [name for number in range(3) for name in round_order("ABC", number)]
     assert [index for name, index in calls if name == "A"] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
-    assert timings["A"].rounds_ms == pytest.approx((1 / 3, 6 / 3, 8 / 3))
+    turns = [place + 1 for place, name in enumerate(order) if name == "A"]
+    assert timings["A"].rounds_ms == pytest.approx([turn / 3 for turn in turns])
+
+
+def test_no_arm_has_a_place_or_a_neighbour_of_its_own():
+    names = [f"arm{i}" for i in range(20)]
+    orders = [round_order(names, number) for number in range(11)]
+    assert orders == [round_order(names, number) for number in range(11)], "the same in every run"
+    for order in orders:
+        assert sorted(order) == sorted(names)
+    for name in names:
+        before = collections.Counter(order[order.index(name) - 1] for order in orders)
+        assert max(before.values()) <= 4
+        assert len({order.index(name) for order in orders}) >= 6
 
 
 def test_every_round_is_kept():
@@ -94,7 +119,8 @@ def test_whoever_begins_is_named_before():
     begun = []
     arms = [Recorder("A", begun), Recorder("B", begun)]
     measure(arms, 1, Protocol(1, 1, 0), clock=HostClock(), on_begin=begun.append)
-    assert begun == ["A", "B", "A", ("A", 0), "B", ("B", 0)]
+    first, second = round_order("AB", 0)
+    assert begun == ["A", "B", first, (first, 0), second, (second, 0)]
 
 
 def test_after_a_lost_device_nothing_is_measured(monkeypatch):

@@ -250,6 +250,7 @@ def test_parses_what_the_plugin_logs(caplog):
     stats = step3.Stats()
     stats.calls_by_layer.update([2, 3, 2])
     stats.fallbacks_by_reason["attention sink"] += 1
+    stats.decisions.update(["first", "regroup", "regroup"])
     facts = serve_check.parse_log(
         f"INFO pageweaver verify: layer 2 call 7 tokens 16384 requests 3 kv_heads 4 {verification}\n"
         f"INFO {stats.summary()}\n"

@@ -13,7 +13,8 @@ from .plots import interleaved, missing, short_name
 Report = Mapping[str, Any]
 
 _MEASURED = (
-    "Medians with the smallest and the largest round in brackets; arms rotate inside a run and no round is dropped. "
+    "Medians with the smallest and the largest round in brackets; each round takes all arms in another order, no round "
+    "is dropped. "
     "Cold: input sets in turn, larger than twice the L2. NRMS: norm of the error over the norm of the exact output "
     "(float64); sharp: Q x 4, so that few keys dominate. TB/s: bytes of K and V that an arm's pages amount to, per "
     "time; TFLOP/s: useful arithmetic per time."
