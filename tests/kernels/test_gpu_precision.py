@@ -6,6 +6,7 @@ Q is compared as it is: its two terms hold a BF16 value whole. A weight keeps ei
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,11 @@ def test_flat_pages_that_rise_and_fall(step, signs):
 @pytest.mark.parametrize("signs", ["rise", "fall", "both"])
 @pytest.mark.parametrize("step", [0.5, 1.0, 3.0, 10.0])
 def test_uneven_pages_that_rise_and_fall(step, signs):
+    """Pages' levels reach eight steps, and the tensor cores cut a logit 13 bits behind the leading one of the largest
+    part of it: the texture loses what it adds to a high level. Two units of that are let pass.
+    """
     case = staircase(step, signs, textured=True)
-    assert nrms(agreed_output(case), exact(case)) <= ONE_ROUNDING
+    assert nrms(agreed_output(case), exact(case)) <= ONE_ROUNDING + 2 * 8 * step * math.log(2) * 2**-13
 
 
 @pytest.mark.parametrize("kind", ["float", "tensor"])
