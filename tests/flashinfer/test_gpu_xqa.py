@@ -98,7 +98,7 @@ def test_graph_replays_with_other_contents(function):
     """Other lengths, page tables, picks and values in the buffers that a graph has captured."""
     first, second = (
         make_case("packed", seed=seed, device="cuda", requests=requests, k=20, **BF16)
-        for seed, requests in ((1, ((60, 3000), (40, 900))), (2, ((25, 2900), (75, 1000))))
+        for seed, requests in ((1, ((60, 3000), (40, 900))), (2, ((25, 3040), (75, 890))))
     )
     assert [t.shape for t in first.args()] == [t.shape for t in second.args()]
     xqa.sparse_prefill(function, *first.args())

@@ -14,11 +14,11 @@ FP8_ENGINES = ("stream", "union8")
 
 
 def emulate(call: Call, tensors: Tensors, seed: int = 0) -> torch.Tensor:
-    """Token by token: Q rounded to E4M3 with the best of three scales; softmax weights 64 to 448 times as large as a
-    row's largest, rounded to E4M3; a BF16 output.
+    """Token by token: Q rounded to E4M3 with the best of three scales, softmax weights to E4M3; a BF16 output.
 
-    Where a row's reference stands depends on the order of its pages, so that it is drawn here: at the largest logit, or
-    at most a factor of 7 below it (a power of two where the weights are).
+    Weights are 2^6 times as large as their distance from a row's reference says. The reference is the first page's
+    largest logit, and is raised to a page's largest where four weights of it together could exceed 448. Which page
+    comes first depends on the neighbours' pages, so that the order is drawn here.
     """
     random = torch.Generator().manual_seed(seed)
     q = tensors.arguments["q"].float()
@@ -32,30 +32,41 @@ def emulate(call: Call, tensors: Tensors, seed: int = 0) -> torch.Tensor:
     scale = (128**-0.5 if call.sm_scale is None else call.sm_scale) * (call.k_scale or 1.0)
     for token in range(call.tokens):
         for head in range(call.kv_heads):
-            cells = visible_cells(call, tensors, token, head)
-            if not cells:
-                continue
-            k, v = (cache[cells, head].double() for cache in (tensors.k_clean, tensors.v_clean))
+            pages = visible_pages(call, tensors, token, head)
             heads = slice(head * RATIO, (head + 1) * RATIO)
-            scores = q[token, heads] @ k.T * scale
-            weights = (scores - scores.amax(dim=1, keepdim=True)).exp()
-            below = torch.rand(RATIO, 1, generator=random, dtype=torch.float64) * 2.8
-            scaled = weights * 64 * 2 ** (below.floor().clamp(max=1) if call.exact else below)
-            rounded = scaled.float().to(torch.float8_e4m3fn).double()
-            out[token, heads] = (rounded @ v / scaled.sum(dim=1, keepdim=True)).float()
+            reference = torch.full((RATIO, 1), -torch.inf, dtype=torch.float64)
+            total, gathered = torch.zeros(RATIO, 1, dtype=torch.float64), torch.zeros(RATIO, 128, dtype=torch.float64)
+            for page in torch.randperm(len(pages), generator=random).tolist():
+                k, v = (cache[pages[page], head].double() for cache in (tensors.k_clean, tensors.v_clean))
+                scores = q[token, heads] @ k.T * scale
+                fours = torch.nn.functional.pad((scores - reference).exp(), (0, -scores.shape[1] % 4))
+                raised = 64 * fours.unflatten(1, (-1, 4)).sum(dim=2).amax(dim=1, keepdim=True) > 448
+                most = torch.where(raised, torch.maximum(reference, scores.amax(dim=1, keepdim=True)), reference)
+                correction, reference = (reference - most).exp(), most
+                scaled = 64 * (scores - reference).exp()
+                gathered = gathered * correction + scaled.float().to(torch.float8_e4m3fn).double() @ v
+                total = total * correction + scaled.sum(dim=1, keepdim=True)
+            if pages:
+                out[token, heads] = (gathered / total).float()
     assert q_heads == call.kv_heads * RATIO
     return (out * (1.0 if call.v_scale is None else call.v_scale)).to(torch.bfloat16)
 
 
 def visible_cells(call: Call, tensors: Tensors, token: int, head: int) -> list[int]:
     """Cache slots that a token sees, one after the other, by the definition."""
+    return [cell for page in visible_pages(call, tensors, token, head) for cell in page]
+
+
+def visible_pages(call: Call, tensors: Tensors, token: int, head: int) -> list[range]:
+    """The same, page by page."""
     base, count = int(tensors.page_base[token]), int(tensors.page_count[token])
-    cells = []
+    pages = []
     for page in sorted({p for p in tensors.arguments["topk_idx"][head, token].tolist() if 0 <= p < count}):
         first = int(tensors.physical[base + page]) * call.page_size
         tokens = min(call.page_size, int(tensors.limit[token]) + 1 - page * call.page_size)
-        cells += range(first, first + tokens)
-    return cells
+        if tokens > 0:
+            pages.append(range(first, first + tokens))
+    return pages
 
 
 def picked(tensors: Tensors, token: int, head: int, page_size: int = 128) -> list[int]:
@@ -78,3 +89,21 @@ def with_limit(tensors: Tensors, token: int, change: int) -> Tensors:
     limit = tensors.limit.clone()
     limit[token] += change
     return dataclasses.replace(tensors, limit=limit)
+
+
+def further(call: Call, tensors: Tensors) -> int | None:
+    """The request of the first token, if it can begin one token further on and that token would see more; else None."""
+    request = next(number for number, length in enumerate(call.lengths) if length)
+    limit = int(tensors.limit[0])
+    of_its_page = (limit + 1) % call.page_size and limit // call.page_size in picked(tensors, 0, 0, call.page_size)
+    return request if of_its_page and limit + 1 < call.sequences[request] else None
+
+
+def ahead(call: Call, tensors: Tensors, request: int) -> Tensors:
+    """The call in which a request's queries stand one token further on."""
+    first = int(sum(call.lengths[:request]))
+    rows = slice(first, first + int(call.lengths[request]))
+    prefixes, limit = tensors.arguments["prefix_lens"].clone(), tensors.limit.clone()
+    prefixes[request] += 1
+    limit[rows] = (limit[rows] + 1).clamp(max=int(call.sequences[request]) - 1)
+    return dataclasses.replace(tensors, arguments={**tensors.arguments, "prefix_lens": prefixes}, limit=limit)
