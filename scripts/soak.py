@@ -3,6 +3,7 @@
 
     soak.py --seconds 60                                # one GPU, mode auto
     soak.py --seconds 600 --verify-every 5 -- --tp 2    # longer, more calls compared, more arguments for the server
+    soak.py --compare-native                            # a server in mode native beside it, with the same traffic
 
 The server gets PAGEWEAVER_VERIFY_EVERY: every n-th Step 3 call is computed by SGLang's own function too, and the
 difference logged. After a warm-up (which also compiles and tunes that function) these go on at the same time until
@@ -13,14 +14,21 @@ are none. (Ids past the vocabulary are not sent: SGLang hands them to the embedd
 
 Checked: every good request answered and every bad one refused; the server up to the end, and its first token for one
 prompt the same as at the beginning, or a near-tie; no call left to SGLang's Step 3, except for an --expected-fallback;
-every compared call within --max-nrms, on every sparse layer; no CUDA error, no traceback through PageWeaver; memory of
-all server processes (resident) and of the GPUs flat: in the second half of the samples the median slope (Theil-Sen)
-times its duration is at most --max-growth and --max-gpu-growth. Exit code 0 when all of it holds.
+every compared call within --max-nrms, on every sparse layer; no CUDA error, no traceback through PageWeaver; memory
+flat. For that every process of the server is sampled apart: its growth is the median slope (Theil-Sen) in the second
+half of the samples, times its duration. Each scheduler, where PageWeaver lives, may grow by --max-growth, all other
+processes together (HTTP and tokenizer, detokenizer: SGLang's alone, whose heap large bodies make grow) by
+--max-other-growth, and the GPUs by --max-gpu-growth.
+
+With --compare-native a server with PAGEWEAVER_MODE=native starts at the same time on the same GPUs (port + 20) and gets
+the same kinds of requests meanwhile; the bounds then count above what that server's processes grow by. Exit code 0 when
+all of it holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import random
@@ -42,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from serve_check import (
     COMPILING,
+    PORT_STEP,
     SERVER_ARGUMENTS,
     Check,
     LogFacts,
@@ -67,6 +76,10 @@ KINDS = 12
 """Of requests, as :class:`Traffic` makes them."""
 FEWEST_SAMPLES = 5
 """Of memory, in the second half: fewer say nothing."""
+SCHEDULER = "scheduler"
+"""How the names of the processes begin in which PageWeaver lives, as SGLang calls them."""
+FRACTION_OF_TWO = "0.25"
+"""`--mem-fraction-static` of two servers that share GPUs."""
 _ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
 
 
@@ -246,25 +259,42 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at a time: seconds since the traffic began, MB of all server processes, MB of all GPUs (None: unknown)."""
+    """Memory at a time: seconds since the traffic began, MB of the server's processes and of all GPUs (None: unknown).
+
+    Processes are named as by :func:`process_name`; those of the same name count together.
+    """
 
     seconds: float
     processes: int
-    rss_mb: float
+    rss_mb: dict[str, float]
     gpu_mb: float | None
 
+    def of_schedulers(self, which: bool) -> float:
+        """MB of the schedulers together, or of all others."""
+        return sum(mb for name, mb in self.rss_mb.items() if name.startswith(SCHEDULER) == which)
 
-def resident_mb(pids: Sequence[int]) -> float:
-    """Resident memory of some processes together; those that have ended count nothing."""
-    total = 0
-    for pid in pids:
-        try:
-            text = Path(f"/proc/{pid}/status").read_text()
-        except OSError:
-            continue
-        found = re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)
-        total += int(found[1]) if found else 0
-    return total * 1024 / 1e6
+
+def process_name(pid: int, main: int) -> str:
+    """``scheduler``, ``scheduler_TP0``, ``detokenizer``: as SGLang calls it; ``http`` for the one that was started,
+    which takes requests and tokenises them; ``others``."""
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        title = ""
+    named = re.match(r"sglang::([^\s\0]+)", title)
+    if named:
+        return named[1]
+    return "http" if pid == main else "others"
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process; 0 when it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    found = re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 / 1e6 if found else 0.0
 
 
 def gpu_mb() -> float | None:
@@ -295,9 +325,12 @@ class Sampler(threading.Thread):
             self.died = self._server.exit_code()
             if self.died is not None:
                 return
-            pids = self._server.pids()
+            pids, by_name = self._server.pids(), {}
+            for pid in pids:
+                name = process_name(pid, self._server.pid)
+                by_name[name] = round(by_name.get(name, 0.0) + resident_mb(pid), 1)
             seconds = round(time.monotonic() - start, 2)
-            self.samples.append(Sample(seconds, len(pids), round(resident_mb(pids), 1), gpu_mb()))
+            self.samples.append(Sample(seconds, len(pids), by_name, gpu_mb()))
             self._stop_sampling.wait(self._interval)
 
     def end(self) -> None:
@@ -337,15 +370,43 @@ def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
     return Trend(len(late), round(seconds, 1), round(slope * 60, 2), round(slope * seconds, 2), late[0][1], late[-1][1])
 
 
-def memory_check(name: str, found: Trend | None, most: float) -> Check:
-    """Whether memory was flat."""
+def trends(samples: Sequence[Sample]) -> dict[str, Trend | None]:
+    """Of every process by its name, of all but the schedulers together (``all but schedulers``), of the ``GPUs``."""
+    names = sorted({name for one in samples for name in one.rss_mb})
+    return {
+        **{name: trend([(one.seconds, one.rss_mb[name]) for one in samples if name in one.rss_mb]) for name in names},
+        "all but schedulers": trend([(one.seconds, one.of_schedulers(False)) for one in samples]),
+        "GPUs": trend([(one.seconds, one.gpu_mb) for one in samples if one.gpu_mb is not None]),
+    }
+
+
+def memory_check(name: str, found: Trend | None, most: float, native: Trend | None = None) -> Check:
+    """Whether memory was flat, or grew by at most ``most`` MB more than mode ``native``'s, where that was measured."""
     if found is None:
         return Check(f"{name} flat", False, "not measured, or too few samples")
+    of_native = max(0.0, native.growth_mb) if native is not None else 0.0
+    beside = f" beyond native's {of_native:.1f}" if native is not None else ""
     detail = (
         f"{found.slope_mb_per_minute:+.1f} MB/min over the last {found.seconds:.0f} s ({found.growth_mb:+.1f} MB, "
-        f"at most {most:.0f}; {found.first_mb:.0f} -> {found.last_mb:.0f} MB)"
+        f"at most {most:.0f}{beside}; {found.first_mb:.0f} -> {found.last_mb:.0f} MB)"
     )
-    return Check(f"{name} flat", found.growth_mb <= most, detail)
+    return Check(f"{name} flat", found.growth_mb - of_native <= most, detail)
+
+
+def memory_checks(
+    found: dict[str, Trend | None], native: dict[str, Trend | None] | None, options: argparse.Namespace
+) -> list[Check]:
+    """Whether each scheduler's memory, the other processes' and the GPUs' was flat, as far as native's was."""
+    native = native or {}
+    schedulers = [name for name in found if name.startswith(SCHEDULER)] or [SCHEDULER]
+    limits = {name: options.max_growth for name in schedulers} | {"all but schedulers": options.max_other_growth}
+    return [
+        *(
+            memory_check(f"resident memory, {name},", found.get(name), most, native.get(name))
+            for name, most in limits.items()
+        ),
+        memory_check("GPU memory", found["GPUs"], options.max_gpu_growth),
+    ]
 
 
 def own_tracebacks(text: str) -> list[str]:
@@ -374,10 +435,10 @@ def traffic_checks(kinds: dict[str, Kind]) -> list[Check]:
     ]
 
 
-def log_checks(facts: LogFacts, text: str, layers: list[int], options: argparse.Namespace) -> list[Check]:
-    """Whether PageWeaver served, and right, by what the server logged."""
+def log_checks(facts: LogFacts, text: str, layers: list[int], mode: str, options: argparse.Namespace) -> list[Check]:
+    """Whether PageWeaver served, and right, by what a server in ``mode`` logged."""
     modes = sorted({rank.mode for rank in facts.ranks.values() if rank.mode})
-    status = Check("STATUS line names the mode", modes == [options.mode], ", ".join(modes) or "no STATUS line")
+    status = Check("STATUS line names the mode", modes == [mode], ", ".join(modes) or "no STATUS line")
     fatal = [line.strip()[:300] for line in text.splitlines() if FATAL.search(line)]
     own = own_tracebacks(text)
     errors = Check("no CUDA error, no traceback through PageWeaver", not fatal + own, "; ".join((fatal + own)[:3]))
@@ -388,7 +449,7 @@ def log_checks(facts: LogFacts, text: str, layers: list[int], options: argparse.
         if not any(expected in reason for expected in options.expected_fallback)
     ]
     unexpected = Check("no call left to SGLang's Step 3 unexpectedly", not fallbacks, "; ".join(fallbacks[:5]))
-    if options.mode == "native":
+    if mode == "native":
         return [status, errors]
     calls = [call for rank in facts.ranks.values() for call in rank.verified]
     wrong = [
@@ -416,94 +477,152 @@ def log_checks(facts: LogFacts, text: str, layers: list[int], options: argparse.
     ]
 
 
-def server_command(options: argparse.Namespace) -> list[str]:
+def server_command(options: argparse.Namespace, port: int) -> list[str]:
     """The server's command line. The radix cache stays on: prompts with a common beginning are part of the traffic."""
     program = shlex.split(options.server_cmd) if options.server_cmd else [sys.executable, "-m", "sglang.launch_server"]
     fixed = [argument for argument in SERVER_ARGUMENTS if argument != "--disable-radix-cache"]
     fixed[fixed.index("--context-length") + 1] = str(options.context)
-    address = ["--model-path", str(options.model), "--host", HOST, "--port", str(options.port)]
+    if options.compare_native:
+        fixed[fixed.index("--mem-fraction-static") + 1] = FRACTION_OF_TWO
+    address = ["--model-path", str(options.model), "--host", HOST, "--port", str(port)]
     return [*program, *address, *fixed, "--attention-backend", "pageweaver", *options.server_arguments]
+
+
+class Run:
+    """One server and what became of it.
+
+    Args:
+        options: of the command line.
+        mode: PAGEWEAVER_MODE.
+        port: the server's.
+        say: takes lines for people.
+    """
+
+    def __init__(self, options: argparse.Namespace, mode: str, port: int, say: Callable[[str], None]) -> None:
+        self.options, self.mode, self.port = options, mode, port
+        self.say = lambda text: say(f"{mode}: {text}")
+        self.variables = {
+            "PYTHONUNBUFFERED": "1",
+            "PAGEWEAVER_MODE": mode,
+            "PAGEWEAVER_VERIFY_EVERY": str(options.verify_every),
+            **plugin_variables(options.logs / "metadata"),
+        }
+        self.command = server_command(options, port)
+        log = options.logs / ("soak.log" if mode == options.mode else f"soak-{mode}.log")
+        self.server = ServerProcess(self.command, log, environment=self.variables, patience=options.patience)
+        self.traffic = Traffic(port, options)
+        self.samples: list[Sample] = []
+        self.result: dict[str, Any] = {"command": shlex.join(self.command), "server_environment": self.variables}
+        self.probes: list[list[dict[str, Any]]] = []
+        self.text, self.failed = "", ""
+
+    def drive(self, deadline: float, both_warm: threading.Barrier) -> None:
+        """Warm up the server, which has been started, and send everything; what goes wrong is noted in ``failed``.
+
+        Args:
+            deadline: of ``time.monotonic``, until which the servers must have ended.
+            both_warm: where this waits for the other server, if there is one, before the traffic begins.
+        """
+        try:
+            try:
+                self._drive(deadline, both_warm)
+            finally:
+                both_warm.abort()  # nobody comes any more
+                self.text = self.server.text()
+        except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
+            self.failed = f"{type(error).__name__}: {error}"
+
+    def _drive(self, deadline: float, both_warm: threading.Barrier) -> None:
+        options, server, result = self.options, self.server, self.result
+        base = f"http://{HOST}:{self.port}"
+        self.say(f"starting (log: {server.log})")
+        result["start_s"] = round(server.wait_ready(min(options.start_timeout, deadline - time.monotonic())), 1)
+        wait_until_it_answers(self.port)
+        self.say(f"ready after {result['start_s']} s; warming up")
+        began = time.monotonic()
+        for number, length in enumerate((1, options.burst[0], options.burst[1], options.long)):
+            left = max(1.0, deadline - time.monotonic())
+            generate(base, random_prompt(length, 1000 + number), 1, timeout=left)
+        self._probe(base)
+        result["warm_up_s"] = round(time.monotonic() - began, 1)
+        self.say(f"warm after {result['warm_up_s']} s")
+        with contextlib.suppress(threading.BrokenBarrierError):  # the other server has failed, which that one reports
+            both_warm.wait(max(1.0, deadline - time.monotonic()))
+        seconds = min(options.seconds, deadline - time.monotonic() - both_warm.parties * options.patience)
+        self.say(f"traffic for {seconds:.0f} s")
+        sampler = Sampler(server, options.interval)
+        sampler.start()
+        try:
+            result["seconds"] = round(self.traffic.run(seconds, lambda: sampler.died is not None), 1)
+        finally:
+            sampler.end()
+            self.samples = sampler.samples
+        if sampler.died is None:
+            self._probe(base)
+        else:
+            self.failed = f"it ended with exit code {sampler.died}\n{server.tail()}"
+
+    def _probe(self, base: str) -> None:
+        options = self.options
+        answer = generate(base, random_prompt(options.burst[0] - 1, 7), 1, timeout=options.request_timeout)
+        self.probes.append([{"name": "probe", **answer}])
+
+    def checks(self) -> list[Check]:
+        """All but memory's."""
+        facts, probes = parse_log(self.text), self.probes
+        same = [compare_first_tokens(probes[0], probes[1], self.options.tie)[0]] if len(probes) == 2 else []
+        return [
+            Check("server started, stayed up and ended cleanly", not self.failed, self.failed),
+            *traffic_checks(self.traffic.kinds),
+            *(Check("the same first token at the end as at the beginning", check.ok, check.detail) for check in same),
+            *log_checks(facts, self.text, sparse_layers(self.options.model), self.mode, self.options),
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """For the report."""
+        second_half = {name: asdict(found) if found else None for name, found in trends(self.samples).items()}
+        return {
+            **self.result,
+            "traffic": {name: one.describe() for name, one in sorted(self.traffic.kinds.items())},
+            "ranks": {name: rank.describe() for name, rank in parse_log(self.text).ranks.items()},
+            "compilations": self.text.count(COMPILING),
+            "memory": {"second_half": second_half, "samples": [asdict(one) for one in self.samples]},
+            "log": excerpts(self.text),
+        }
 
 
 def soak(options: argparse.Namespace, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Serve, send, sample, and return the report."""
     deadline = time.monotonic() + options.budget
-    variables = {
-        "PYTHONUNBUFFERED": "1",
-        "PAGEWEAVER_MODE": options.mode,
-        "PAGEWEAVER_VERIFY_EVERY": str(options.verify_every),
-        **plugin_variables(options.logs / "metadata"),
-    }
-    command = server_command(options)
-    server = ServerProcess(command, options.logs / "soak.log", environment=variables, patience=options.patience)
-    traffic, sampler = Traffic(options.port, options), None
-    result: dict[str, Any] = {"command": shlex.join(command), "server_environment": variables}
-    probes: list[list[dict[str, Any]]] = []
-    text, failed = "", ""
-
-    def probe() -> None:
-        answer = generate(base, random_prompt(options.burst[0] - 1, 7), 1, timeout=options.request_timeout)
-        probes.append([{"name": "probe", **answer}])
-
-    base = f"http://{HOST}:{options.port}"
+    own = Run(options, options.mode, options.port, say)
+    native = Run(options, "native", options.port + PORT_STEP, say) if options.compare_native else None
+    runs = [own] if native is None else [own, native]
+    both_warm = threading.Barrier(len(runs))
+    # Servers are started and ended here, so that whatever ends this thread ends them.
     try:
-        with server:
-            try:
-                say(f"starting (log: {server.log})")
-                result["start_s"] = round(server.wait_ready(min(options.start_timeout, deadline - time.monotonic())), 1)
-                wait_until_it_answers(options.port)
-                say(f"ready after {result['start_s']} s; warming up")
-                began = time.monotonic()
-                for number, length in enumerate((1, options.burst[0], options.burst[1], options.long)):
-                    left = max(1.0, deadline - time.monotonic())
-                    generate(base, random_prompt(length, 1000 + number), 1, timeout=left)
-                probe()
-                result["warm_up_s"] = round(time.monotonic() - began, 1)
-                seconds = min(options.seconds, deadline - time.monotonic() - options.patience)
-                say(f"warm after {result['warm_up_s']} s; traffic for {seconds:.0f} s")
-                sampler = Sampler(server, options.interval)
-                sampler.start()
-                try:
-                    result["seconds"] = round(traffic.run(seconds, lambda: sampler.died is not None), 1)
-                finally:
-                    sampler.end()
-                if sampler.died is None:
-                    probe()
-                else:
-                    failed = f"it ended with exit code {sampler.died}\n{server.tail()}"
-            finally:
-                text = server.text()
-    except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
-        failed = f"{type(error).__name__}: {error}"
-    facts = parse_log(text)
-    samples = sampler.samples if sampler is not None else []
-    trends = {
-        "rss": trend([(one.seconds, one.rss_mb) for one in samples]),
-        "gpu": trend([(one.seconds, one.gpu_mb) for one in samples if one.gpu_mb is not None]),
-    }
-    same = [compare_first_tokens(probes[0], probes[1], options.tie)[0]] if len(probes) == 2 else []
+        with contextlib.ExitStack() as started:
+            for run in runs:
+                started.enter_context(run.server)
+            threads = [threading.Thread(target=run.drive, args=(deadline, both_warm), daemon=True) for run in runs[1:]]
+            for thread in threads:
+                thread.start()
+            own.drive(deadline, both_warm)
+            for thread in threads:
+                thread.join()
+    except (ServerError, OSError) as error:
+        own.failed = own.failed or f"{type(error).__name__}: {error}"
     checks = [
-        Check("server started, stayed up and ended cleanly", not failed, failed),
-        *traffic_checks(traffic.kinds),
-        *(Check("the same first token at the end as at the beginning", check.ok, check.detail) for check in same),
-        *log_checks(facts, text, sparse_layers(options.model), options),
-        memory_check("resident memory", trends["rss"], options.max_growth),
-        memory_check("GPU memory", trends["gpu"], options.max_gpu_growth),
+        *own.checks(),
+        *(Check(f"native: {one.name}", one.ok, one.detail) for one in (native.checks() if native else [])),
+        *memory_checks(trends(own.samples), trends(native.samples) if native else None, options),
     ]
     return {
         "environment": environment.describe(options.commit),
         "passed": all(check.ok for check in checks),
         "checks": [asdict(check) for check in checks],
-        **result,
         "settings": {name: str(value) for name, value in sorted(vars(options).items())},
-        "traffic": {name: one.describe() for name, one in sorted(traffic.kinds.items())},
-        "ranks": {name: rank.describe() for name, rank in facts.ranks.items()},
-        "compilations": text.count(COMPILING),
-        "memory": {
-            "second_half": {name: asdict(found) if found else None for name, found in trends.items()},
-            "samples": [asdict(one) for one in samples],
-        },
-        "log": excerpts(text),
+        **own.describe(),
+        "native": native.describe() if native else None,
     }
 
 
@@ -518,6 +637,14 @@ def print_report(report: dict[str, Any], say: Callable[[str], None] = print) -> 
         latency = one["latency_s"]
         times = f", median {latency['median']:.2f} s, longest {latency['max']:.2f} s" if latency else ""
         say(f"  {name}: {one['sent']} sent, {one['failed']} otherwise than meant{times}")
+    servers = {report["settings"]["mode"]: report, "native": report["native"]}
+    for mode, server in servers.items():
+        for name, found in (server["memory"]["second_half"] if server else {}).items():
+            if found:
+                say(
+                    f"  memory, {mode}, {name}: {found['first_mb']:.0f} -> {found['last_mb']:.0f} MB, "
+                    f"{found['slope_mb_per_minute']:+.1f} MB/min"
+                )
     say("\npassed" if report["passed"] else "\nFAILED")
 
 
@@ -545,7 +672,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--long", type=int, default=65536, help=f"tokens of a long prompt {shown}")
     parser.add_argument("--context", type=int, default=131072, help=f"--context-length of the server {shown}")
     parser.add_argument("--interval", type=float, default=2, help=f"seconds between two samples of memory {shown}")
-    parser.add_argument("--max-growth", type=float, default=64, help=f"MB of resident memory, second half {shown}")
+    parser.add_argument("--compare-native", action="store_true", help="a second server beside it, in mode native")
+    parser.add_argument("--max-growth", type=float, default=64, help=f"MB, each scheduler, second half {shown}")
+    parser.add_argument("--max-other-growth", type=float, default=256, help=f"MB, all other processes {shown}")
     parser.add_argument("--max-gpu-growth", type=float, default=64, help=f"MB of GPU memory, second half {shown}")
     parser.add_argument("--max-nrms", type=float, default=0.04, help=shown)
     parser.add_argument("--tie", type=float, default=0.5, help=f"largest log probability gap of a near-tie {shown}")
@@ -567,6 +696,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}: must be above 0, got {getattr(options, name)}")
     if options.long < options.burst[1]:
         parser.error(f"--long: at least the longest prompt of a burst, {options.burst[1]}, got {options.long}")
+    if options.compare_native and options.mode == "native":
+        parser.error("--compare-native: --mode is native already, so that there is nothing to compare")
     return options
 
 

@@ -125,6 +125,12 @@ class ServerProcess:
         """The end of the log."""
         return "\n".join(self.text().splitlines()[-lines:])
 
+    @property
+    def pid(self) -> int:
+        """Id of the process that was started."""
+        assert self._process is not None
+        return self._process.pid
+
     def pids(self) -> list[int]:
         """Ids of the server's living processes, helpers included."""
         return self._members()

@@ -16,7 +16,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
-HELPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+# It keeps FAKE_SCHEDULER_LEAK bytes every 20 ms, in the modes that FAKE_LEAKS_IN names (else in all).
+HELPER = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('up', flush=True)
+modes = os.environ.get('FAKE_LEAKS_IN')
+leak = int(os.environ.get('FAKE_SCHEDULER_LEAK', 0)) if not modes or os.environ['PAGEWEAVER_MODE'] in modes else 0
+kept, end = [], time.monotonic() + 600
+while time.monotonic() < end:
+    kept.append(b'x' * leak)
+    time.sleep(0.02)
+"""
 LAYERS = (2, 3, 4, 5)
 
 
@@ -121,7 +132,12 @@ def compile_once(cache: Path) -> None:
 
 
 def main() -> None:
-    helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True, stdout=subprocess.PIPE)
+    helper = subprocess.Popen(
+        ["sglang::scheduler", "-c", HELPER],  # as SGLang's schedulers call themselves
+        executable=sys.executable,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    )
     helper.stdout.readline()
     with open(os.environ["FAKE_PIDS"], "a") as out:
         out.write(f"{os.getpid()} {helper.pid}\n")

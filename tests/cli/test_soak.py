@@ -71,6 +71,9 @@ def test_a_good_server_passes(run):
     assert report["ranks"]["TP0"]["verified_calls"] > 20
     assert len(report["memory"]["samples"]) > 10
     assert report["memory"]["samples"][0]["processes"] == 2
+    assert set(report["memory"]["samples"][0]["rss_mb"]) == {"http", "scheduler"}
+    assert set(report["memory"]["second_half"]) == {"http", "scheduler", "all but schedulers", "GPUs"}
+    assert report["native"] is None
     assert report["memory"]["samples"][0]["gpu_mb"] == pytest.approx(1000 * 1.048576)
     assert "--disable-radix-cache" not in report["command"]
     assert "--context-length 400" in report["command"]
@@ -80,7 +83,8 @@ def test_a_good_server_passes(run):
 @pytest.mark.parametrize(
     ("variable", "value", "check"),
     [
-        ("FAKE_LEAK", "400000", "resident memory flat"),
+        ("FAKE_LEAK", "400000", "resident memory, all but schedulers, flat"),
+        ("FAKE_SCHEDULER_LEAK", "2000000", "resident memory, scheduler, flat"),
         ("FAKE_GPU_LEAK", "50", "GPU memory flat"),
         ("FAKE_NRMS", "6.400%", "NRMS of every compared call at most 4.0% (6.25% below 64 tokens)"),
         ("FAKE_FALLBACK", "1", "no call left to SGLang's Step 3 unexpectedly"),
@@ -89,11 +93,34 @@ def test_a_good_server_passes(run):
 )
 def test_a_bad_server_fails(run, monkeypatch, variable, value, check):
     monkeypatch.setenv(variable, value)
-    code, report = run("--max-growth", "40")
+    code, report = run("--max-growth", "40", "--max-other-growth", "40")
     assert code == 1
     assert check in failures(report)
     # A server that takes what it should refuse has those kinds unmet, too; nothing else fails.
     assert len(failures(report)) == (2 if variable == "FAKE_TAKES_ALL" else 1)
+
+
+@pytest.mark.parametrize("leaks_in", ["native auto", "auto", "native"])
+def test_growth_that_native_has_too_is_none_of_pageweavers(run, monkeypatch, leaks_in):
+    monkeypatch.setenv("FAKE_SCHEDULER_LEAK", "2000000")
+    monkeypatch.setenv("FAKE_LEAKS_IN", leaks_in)
+    code, report = run("--compare-native", "--max-growth", "40", "--max-other-growth", "40")
+    assert failures(report) == (["resident memory, scheduler, flat"] if leaks_in == "auto" else [])
+    assert code == (1 if leaks_in == "auto" else 0)
+    native = report["native"]
+    assert native["server_environment"]["PAGEWEAVER_MODE"] == "native"
+    assert set(native["traffic"]) == KINDS
+    growths = [one["memory"]["second_half"]["scheduler"]["growth_mb"] > 40 for one in (report, native)]
+    assert growths == ["auto" in leaks_in, "native" in leaks_in]
+    for one in (report, native):
+        assert "--mem-fraction-static 0.25" in one["command"]
+
+
+def test_the_server_to_compare_with_dies(run, monkeypatch):
+    monkeypatch.setenv("FAKE_DIE_AFTER", "30")
+    code, report = run("--compare-native", "--seconds", "20")
+    assert code == 1
+    assert "native: server started, stayed up and ended cleanly" in failures(report)
 
 
 def test_a_server_that_dies(run, monkeypatch):
@@ -151,6 +178,7 @@ def test_tracebacks_through_pageweaver():
     [
         (["--seconds", "0"], "--seconds: must be above 0"),
         (["--burst", "9-3"], "LOW-HIGH"),
+        (["--mode", "native", "--compare-native"], "--compare-native: --mode is native already"),
         (["--long", "100"], "--long: at least the longest prompt of a burst, 8192, got 100"),
     ],
 )
