@@ -47,9 +47,9 @@ class Tile:
 # By compute capability (major) and whether the cache is FP8. A step of 64 tokens takes 32 registers a thread for scores
 # beside 64 for sums; 128 tokens spill, or leave an SM one program. Four warps are one tile of 64 rows.
 _TILES = {
-    # 228 KiB of shared memory and wgmma. FP8: 64 KiB a program, and at 168 registers three of them share an SM.
-    # BF16: 112 KiB a program, two share an SM.
-    (9, True): Tile(stages=3, registers=168),
+    # 228 KiB of shared memory and wgmma: 64 KiB a program for FP8, 112 KiB for BF16. Some 220 registers a thread, so
+    # that two programs share an SM; held at 168 for a third, they would spill in the loops.
+    (9, True): Tile(stages=3),
     (9, False): Tile(stages=3),
     # Triton 3.7 fails on these loops when it pipelines them for tcgen05. At 120 registers and 48 KiB, four programs of
     # an SM hide each other's loads instead.
@@ -68,6 +68,14 @@ NATIVE_FP8 = (8, 9)
 def tile_of(capability: tuple[int, int], *, fp8: bool) -> Tile:
     """How programs work on a GPU of this compute capability."""
     return _TILES.get((capability[0], fp8), _OTHER_TILE)
+
+
+def _power_of_2(number: int) -> int:
+    """The least power of two that is not below ``number`` (1 or more).
+
+    Not ``triton.next_power_of_2``, which SGLang replaces by a function that no kernel can call.
+    """
+    return 1 << (number - 1).bit_length()
 
 
 @triton.jit
@@ -197,6 +205,7 @@ def _union_attention_kernel(
     out_token_stride,
     out_head_stride,
     UNION: tl.constexpr,
+    UNION_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -227,7 +236,7 @@ def _union_attention_kernel(
     slots += group * UNION
     pages += group * UNION
     masks += group * UNION
-    entry = tl.arange(0, triton.next_power_of_2(UNION))
+    entry = tl.arange(0, UNION_PADDED)
     listed = entry < tl.load(counts + group)
     page = tl.load(pages + entry, mask=listed, other=0)
     last_seen = tl.max(limit)
@@ -298,7 +307,7 @@ def union_attention(
         capability: compute capability to work as on; None for that of q's device.
     """
     kv_heads, groups, members = plan.queries.shape
-    heads = q.shape[1] // kv_heads
+    heads, union = q.shape[1] // kv_heads, plan.pages.shape[2]
     if capability is None:
         capability = torch.cuda.get_device_capability(q.device)
     fp8 = k_cache.dtype == torch.float8_e4m3fn
@@ -338,9 +347,10 @@ def union_attention(
             v_cache.stride(1),
             out.stride(0),
             out.stride(1),
-            UNION=plan.pages.shape[2],
+            UNION=union,
+            UNION_PADDED=_power_of_2(union),
             HEADS=heads,
-            HEADS_PADDED=triton.next_power_of_2(heads),
+            HEADS_PADDED=_power_of_2(heads),
             GROUP=members,
             FP8=fp8,
             NATIVE=native,

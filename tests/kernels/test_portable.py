@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from pageweaver_sglang.cuda import support
-from pageweaver_sglang.plan import UnionPlan
 
 pytest.importorskip("triton")
+
+from portable_compile import compiled, resources
+from triton.runtime.jit import JITFunction
+
+from pageweaver_sglang.cuda import portable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,66 +48,51 @@ def test_groups_fill_a_tile(ratio):
     assert support.union_group_size("stream", ratio) == 8
 
 
-class Recorder:
-    """In the place of the kernel: what the launcher would run."""
-
-    def __getitem__(self, grid):
-        self.grid = grid
-        return self
-
-    def __call__(self, *arguments, **options):
-        self.arguments, self.options = arguments, options
-
-
-KINDS = {
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.float32: "*fp32",
-}
 # KiB of shared memory that a program may have.
 MOST_SHARED = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+# Bytes of registers that a thread may spill. None with wgmma and tcgen05. Loops of mma.sync
+# need all 255 registers there are for FP8, and the assembler's version decides about the last few.
+MOST_SPILLED = {(8, 0): 64, (8, 9): 64, (9, 0): 0, (10, 0): 0, (12, 0): 64}
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("dtype", [FP8, BF16], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("capability", MOST_SHARED, ids=str)
-def test_compiles_for(capability, dtype, monkeypatch):
-    """Triton brings its own assembler, so that this needs no GPU and no CUDA."""
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def test_compiles_for(capability, dtype, tmp_path):
+    kernel = compiled(capability, dtype)
+    assert kernel.metadata.shared <= MOST_SHARED[capability] * 1024
+    registers, spilled = resources(kernel, tmp_path)
+    assert 64 < registers <= 255  # the sums alone are 64
+    assert spilled <= MOST_SPILLED[capability]
 
-    from pageweaver_sglang.cuda import portable
 
-    kernel, recorder = portable._union_attention_kernel, Recorder()
-    monkeypatch.setattr(portable, "_union_attention_kernel", recorder)
-    q, cache = torch.zeros(20, 32, 128, dtype=torch.bfloat16), torch.zeros(256, 2, 128).to(dtype)
-    size = support.union_group_size("portable", 16)
-    plan = UnionPlan.empty(2, 20, 1, 16, window=64, group_size=size, page_size=128, device="cpu", with_slots=True)
-    scale = torch.ones(1)
-    portable.union_attention(q, cache, cache, plan, q, sm_scale=0.1, k_scale=scale, v_scale=2.0, capability=capability)
-    assert recorder.grid == (plan.counts.shape[1], 2)
+@pytest.mark.parametrize(
+    ("capability", "dtype", "shape"),
+    [
+        ((9, 0), FP8, {"page_size": 64, "ratio": 3, "picks": 7}),
+        ((9, 0), BF16, {"head_dim": 64, "ratio": 1, "picks": 1, "scales": False}),
+        ((8, 0), FP8, {"head_dim": 64, "page_size": 64, "ratio": 9, "picks": 13, "scales": False}),
+        ((8, 9), FP8, {"ratio": 6, "picks": 5, "page_size": 64}),
+        ((12, 0), BF16, {"ratio": 2, "picks": 3}),
+    ],
+    ids=str,
+)
+def test_compiles_for_shapes(capability, dtype, shape, tmp_path):
+    _, spilled = resources(compiled(capability, dtype, **shape), tmp_path)
+    assert spilled <= MOST_SPILLED[capability]
 
-    names, signature, aligned = kernel.arg_names, {}, {}
-    for index, (name, value) in enumerate(zip(names, recorder.arguments, strict=False)):
-        if isinstance(value, torch.Tensor):
-            signature[name], aligned[(index,)] = KINDS[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32"
-            if value % 16 == 0:
-                aligned[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    constants = {name: recorder.options[name] for name in names[len(recorder.arguments) :]}
-    source = ASTSource(
-        kernel,
-        signature={name: signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=aligned,
-    )
-    options = {name: value for name, value in recorder.options.items() if name not in constants}
-    major, minor = capability
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= MOST_SHARED[capability] * 1024
+
+def test_kernels_use_nothing_that_a_process_may_replace():
+    """Of what is global, the kernels name Triton's language and each other: SGLang replaces functions of ``triton``."""
+    functions = {name: value for name, value in vars(portable).items() if isinstance(value, JITFunction)}
+    assert "_union_attention_kernel" in functions
+    for function in functions.values():
+        assert set(function.fn.__code__.co_names) & set(vars(portable)) <= {"tl", *functions}
+
+
+@pytest.mark.parametrize("number", range(1, 65))
+def test_padded_sizes(number):
+    """Powers of two that hold the number, and half of which does not."""
+    padded = portable._power_of_2(number)
+    assert bin(padded).count("1") == 1
+    assert padded >= number > padded // 2
