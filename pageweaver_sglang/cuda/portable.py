@@ -51,8 +51,8 @@ _TILES = {
     # that two programs share an SM; held at 168 for a third, they would spill in the loops.
     (9, True): Tile(stages=3),
     (9, False): Tile(stages=3),
-    # Triton 3.7 fails on these loops when it pipelines them for tcgen05. At 120 registers and 48 KiB, four programs of
-    # an SM hide each other's loads instead.
+    # Triton 3.7 fails on these loops when it pipelines them for tcgen05. At 120 to 151 registers and 48 KiB, three or
+    # four programs of an SM hide each other's loads instead.
     (10, True): Tile(stages=1),
     (10, False): Tile(stages=1),
     (11, True): Tile(stages=1),

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 
 def test_the_kernel_compiles_beside_sglang(run_program, tmp_path):
-    result = run_program("portable", TRITON_CACHE_DIR=str(tmp_path)).result
+    result = run_program("portable_compile_beside", TRITON_CACHE_DIR=str(tmp_path)).result
     assert result["replaced"]  # else this shows nothing
     assert all(size > 10_000 for size in result["bytes"])
