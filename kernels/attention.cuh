@@ -248,12 +248,12 @@ __device__ __forceinline__ constexpr int value_index(int i) {
 
 // Masks the keys behind `last_key` (in the page). With one term the thread's first key is added to 32 constants, sums that the compiler
 // keeps in registers; two terms of P leave no room for them, so it is taken from `last_key` once.
-template <int kRow, int kTerms>
+template <int kRow, int kTerms, int kFrom, int kTo>
 __device__ __forceinline__ void mask_future_keys(float (&s)[ptx::kAccumulators], int last_key, int lane) {
   const int own = 2 * (lane & 3);
   const int first = kTerms == 1 ? own : 0, last = kTerms == 1 ? last_key : last_key - own;
 #pragma unroll
-  for (int i = 0; i < kRowValues; ++i)
+  for (int i = kFrom; i < kTo; ++i)
     if (8 * (i / 2) + first + i % 2 > last) s[value_index<kRow>(i)] = kMasked;
 }
 
@@ -276,13 +276,13 @@ __device__ __forceinline__ void round_four(const float (&p)[4], int i, RowProbab
   row.fours[1][i] = ptx::to_e4m3x4(__hsub2(low, first_low), __hsub2(high, first_high));
 }
 
-template <int kRow, int kTerms>
+template <int kRow, int kFrom = 0, int kTo = kRowValues, int kTerms>
 __device__ __forceinline__ void exponentials(const float (&s)[ptx::kAccumulators], const RowState& state, float scale,
                                              RowProbabilities<kTerms>& row) {
   const float bias = kProbabilityScaleLog2 - state.reference;
-  row.sum = row.most = 0.0f;
+  if constexpr (kFrom == 0) row.sum = row.most = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kRowValues; i += 4) {
+  for (int i = kFrom; i < kTo; i += 4) {
     float p[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) p[j] = ptx::exp2_approx(fmaf(s[value_index<kRow>(i + j)], scale, bias));
@@ -362,16 +362,18 @@ struct PageSoftmax {
     }
   }
 
-  template <int kRow>
+  template <int kRow, int kFrom = 0, int kTo = kRowValues>
   __device__ __forceinline__ void mask_and_exponentiate(float (&s)[ptx::kAccumulators], const RowState (&state)[2],
                                                         const float (&scale)[2], int lane) {
-    if (last_key[kRow] < RowTile::kPageSize - 1) mask_future_keys<kRow, kTerms>(s, last_key[kRow], lane);
-    exponentials<kRow>(s, state[kRow], scale[kRow], row);
+    if (last_key[kRow] < RowTile::kPageSize - 1) mask_future_keys<kRow, kTerms, kFrom, kTo>(s, last_key[kRow], lane);
+    exponentials<kRow, kFrom, kTo>(s, state[kRow], scale[kRow], row);
   }
 
+  // Its part that needs the logits kFrom to kTo - 1 of each row only; the parts in ascending order.
+  template <int kFrom = 0, int kTo = kRowValues>
   __device__ __forceinline__ void begin(float (&s)[ptx::kAccumulators], const RowState (&state)[2], const float (&scale)[2], int lane) {
-    if (member[0]) mask_and_exponentiate<0>(s, state, scale, lane);
-    else if (member[1]) mask_and_exponentiate<1>(s, state, scale, lane);
+    if (member[0]) mask_and_exponentiate<0, kFrom, kTo>(s, state, scale, lane);
+    else if (member[1]) mask_and_exponentiate<1, kFrom, kTo>(s, state, scale, lane);
   }
 
   __device__ __forceinline__ void finish(float (&s)[ptx::kAccumulators], RowState (&state)[2], const float (&scale)[2],
@@ -392,30 +394,58 @@ struct PageSoftmax {
   }
 };
 
-// Issues S = Q K^T of one page. The caller has fenced; it commits. The terms of Q lie kQBytes apart. The last, smallest term goes first:
-// the tensor cores cut every product and sum 13 bits behind the leading one of the largest, and it would lose to the others' size.
-template <int kTerms>
+// Issues S = Q K^T of one page. The caller has fenced; it commits.
 __device__ __forceinline__ void issue_logits(float (&logits)[ptx::kAccumulators], uint64_t q_descriptor, uint64_t k_descriptor) {
-  constexpr uint64_t kTermStep = RowTile::kQBytes >> 4;
-  ptx::wgmma_m64n128k32_ss<false>(logits, q_descriptor + (kTerms - 1) * kTermStep, k_descriptor);
+  ptx::wgmma_m64n128k32_ss<false>(logits, q_descriptor, k_descriptor);
 #pragma unroll
-  for (int i = 1; i < kTerms * RowTile::kHeadDim / 32; ++i) {
-    const int term = kTerms - 1 - i / (RowTile::kHeadDim / 32), step = i % (RowTile::kHeadDim / 32);
-    ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + term * kTermStep + step * ptx::kDescriptorStepK32,
-                                   k_descriptor + step * ptx::kDescriptorStepK32);
+  for (int step = 1; step < RowTile::kHeadDim / 32; ++step)
+    ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStepK32, k_descriptor + step * ptx::kDescriptorStepK32);
+}
+
+// Issues O += P V of one page. The caller has fenced; it commits.
+__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&fragments)[1][kSteps][4],
+                                             uint64_t vt_descriptor) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    ptx::wgmma_m64n128k32_rs(o, fragments[0][step], vt_descriptor + step * ptx::kDescriptorStepK32);
+}
+
+// Products of two terms go in halves of 64 columns, each a batch of its own into half of the accumulators: keys of S = Q K^T, dimensions of
+// P V, which starts from zero. The last, smallest term goes first: the tensor cores cut every product and sum 13 bits behind the leading one
+// of the largest, and it would lose to the others' size. The callers have fenced; they commit. Q's terms lie kQBytes apart.
+constexpr int kHalf = ptx::kAccumulators / 2;
+constexpr uint64_t kHalfTile = RowTile::kTileBytes / 2 >> 4;  // of K or V^T, in descriptor units
+
+template <int kTerms, int kFirst>
+__device__ __forceinline__ void issue_half_of_logits(float (&logits)[ptx::kAccumulators], uint64_t q_descriptor, uint64_t k_descriptor) {
+  constexpr int kQSteps = RowTile::kHeadDim / 32;
+  constexpr uint64_t kTermStep = RowTile::kQBytes >> 4;
+  const uint64_t k = k_descriptor + kFirst / kHalf * kHalfTile;
+  ptx::wgmma_m64n64k32_ss<false, kFirst>(logits, q_descriptor + (kTerms - 1) * kTermStep, k);
+#pragma unroll
+  for (int i = 1; i < kTerms * kQSteps; ++i) {
+    const int term = kTerms - 1 - i / kQSteps, step = i % kQSteps;
+    ptx::wgmma_m64n64k32_ss<true, kFirst>(logits, q_descriptor + term * kTermStep + step * ptx::kDescriptorStepK32,
+                                          k + step * ptx::kDescriptorStepK32);
   }
 }
 
-// Issues O += P V of one page, or with kFresh O = P V. The caller has fenced; it commits. The smallest term goes first, as above.
-template <bool kFresh, int kTerms>
-__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&fragments)[kTerms][kSteps][4],
-                                             uint64_t vt_descriptor) {
-  ptx::wgmma_m64n128k32_rs<!kFresh>(o, fragments[kTerms - 1][0], vt_descriptor);
+template <int kFirst, int kTerms>
+__device__ __forceinline__ void issue_half_of_values(float (&sums)[ptx::kAccumulators], const uint32_t (&fragments)[kTerms][kSteps][4],
+                                                     uint64_t vt_descriptor) {
+  const uint64_t vt = vt_descriptor + kFirst / kHalf * kHalfTile;
+  ptx::wgmma_m64n64k32_rs<false, kFirst>(sums, fragments[kTerms - 1][0], vt);
 #pragma unroll
   for (int i = 1; i < kTerms * kSteps; ++i) {
     const int term = kTerms - 1 - i / kSteps, step = i % kSteps;
-    ptx::wgmma_m64n128k32_rs<true>(o, fragments[term][step], vt_descriptor + step * ptx::kDescriptorStepK32);
+    ptx::wgmma_m64n64k32_rs<true, kFirst>(sums, fragments[term][step], vt + step * ptx::kDescriptorStepK32);
   }
+}
+
+template <int kFirst>
+__device__ __forceinline__ void add_half(const float (&sums)[ptx::kAccumulators], float (&o)[ptx::kAccumulators]) {
+#pragma unroll
+  for (int i = kFirst; i < kFirst + kHalf; ++i) o[i] += sums[i];
 }
 
 // Normalises a warp's rows and writes them to their queries' rows of the output; a query that saw nothing gets zeros, an absent one

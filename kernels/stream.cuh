@@ -29,9 +29,12 @@
 // and one that is far behind (NextPage::kFar), begins with S alone: P V of the page before it has ended.
 // The softmax of one consumer runs while the tensor cores work for the other; the first query's also beside the own P V.
 //
-// With two terms (kTerms, precision high) P V of a page is summed apart (kApart), from zero and in the registers of S, and added to O in
-// FP32: O as an accumulator keeps 14 bits, so that it would cut off what late pages add, the second terms first. S of the next page
-// then waits for that: every page goes as a group's first.
+// With two terms (kTerms, precision high) P V of a page is summed apart, from zero and in the registers of S, and added to O in FP32: O as
+// an accumulator keeps 14 bits, so that it would cut off what late pages add, the second terms first. Both products go in halves, of the keys
+// and of the dimensions, so that the registers change hands without a gap on the tensor cores:
+//   issue both halves of P V(n) | wait issued, k_ready(n + 1) | wait P V's first half, add it | issue the first half of S(n + 1) |
+//   wait P V's second half, add it | free V(n) | issue the second half of S(n + 1) | wait S's first half | half of one query's
+//   probabilities | wait S's second half | free K(n + 1) | the other half; as above from the reference on | wait v_ready(n + 1)
 #pragma once
 
 #include "attention.cuh"
@@ -50,7 +53,6 @@ struct StreamTraits {
   static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
   static constexpr int kChunks = kMaxUnion / 32;     // a lane of the loading warp holds every 32nd entry of a page list
   static constexpr int kThreads = RowTile::kThreads * (kConsumers + 1);
-  static constexpr bool kApart = kTerms > 1;  // P V of a page is summed apart and added to O in FP32
   static constexpr int kStages = kTerms == 1 ? 6 : 5;  // of 32 KiB; with Q's 32 or 64 KiB 224 of the SM's 227 KiB
   static constexpr int kGroupSlots = 2;  // of quantised queries: the group that is walked and the next
   static constexpr int kDraws = 2;       // numbers of groups on their way to the quantising warps
@@ -431,59 +433,120 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       uint32_t fragments[Traits::kTerms][kSteps][4];  // P
       RingPosition<Traits::kStages> at = wait_for(page);
       NextPage next = read(shared.next[at.stage][number]);
-      ptx::pin_registers(s);
-      ptx::pin_registers(o);
-      ptx::wgmma_fence();
-      issue_logits<Traits::kTerms>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
-      ptx::wgmma_commit();
-      next = pass(next);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(s);
-      release(&shared.k_free[at.stage]);
-      {
-        PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
-        softmax.begin(s, state, scale, lane);
-        softmax.finish(s, state, scale, o, fragments, lane);
-      }
+      if constexpr (Traits::kTerms > 1) {
+        // Softmax of `page` from S in halves, as they come; frees its K.
+        auto softmax_of_halves = [&] {
+          PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
+          ptx::wgmma_wait<1>();
+          ptx::pin_some_registers<0, kHalf>(s);
+          softmax.template begin<0, kRowValues / 2>(s, state, scale, lane);
+          ptx::wgmma_wait<0>();
+          ptx::pin_some_registers<kHalf, kHalf>(s);
+          release(&shared.k_free[at.stage]);
+          softmax.template begin<kRowValues / 2, kRowValues>(s, state, scale, lane);
+          softmax.finish(s, state, scale, o, fragments, lane);
+        };
+        auto issue_values_in_halves = [&] {
+          ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
+          ptx::pin_registers(fragments);
+          ptx::pin_registers(s);
+          ptx::wgmma_fence();
+          issue_half_of_values<0>(s, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+          ptx::wgmma_commit();
+          issue_half_of_values<kHalf>(s, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+          ptx::wgmma_commit();
+        };
+        ptx::pin_registers(s);
+        ptx::wgmma_fence();
+        issue_half_of_logits<Traits::kTerms, 0>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
+        ptx::wgmma_commit();
+        issue_half_of_logits<Traits::kTerms, kHalf>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
+        ptx::wgmma_commit();
+        next = pass(next);
+        softmax_of_halves();
 #pragma unroll 1
-      while (!Traits::kApart && next.members() != 0 && !next.is_far()) {
-        const RingPosition<Traits::kStages> next_at = wait_for(next);
-        NextPage after = read(shared.next[next_at.stage][number]);
-        ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
-        ptx::pin_registers(fragments);
+        while (next.members() != 0 && !next.is_far()) {
+          issue_values_in_halves();
+          const RingPosition<Traits::kStages> next_at = wait_for(next);
+          NextPage after = read(shared.next[next_at.stage][number]);
+          ptx::wgmma_wait<1>();
+          ptx::pin_some_registers<0, kHalf>(s);
+          add_half<0>(s, o);
+          ptx::pin_some_registers<0, kHalf>(s);
+          ptx::wgmma_fence();
+          issue_half_of_logits<Traits::kTerms, 0>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<1>();
+          ptx::pin_some_registers<kHalf, kHalf>(s);
+          release(&shared.v_free[at.stage]);
+          add_half<kHalf>(s, o);
+          ptx::pin_some_registers<kHalf, kHalf>(s);
+          ptx::wgmma_fence();
+          issue_half_of_logits<Traits::kTerms, kHalf>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
+          ptx::wgmma_commit();
+          at = next_at;
+          page = next;
+          next = pass(after);
+          softmax_of_halves();
+        }
+        issue_values_in_halves();
+        ptx::wgmma_wait<1>();
+        ptx::pin_some_registers<0, kHalf>(s);
+        add_half<0>(s, o);
+        ptx::wgmma_wait<0>();
+        ptx::pin_some_registers<kHalf, kHalf>(s);
+        release(&shared.v_free[at.stage]);
+        add_half<kHalf>(s, o);
+      } else {
         ptx::pin_registers(s);
         ptx::pin_registers(o);
         ptx::wgmma_fence();
-        issue_logits<Traits::kTerms>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
+        issue_logits(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
         ptx::wgmma_commit();
-        issue_values<false>(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
-        ptx::wgmma_commit();
-        page = next;
-        next = pass(after);
-        PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
-        ptx::wgmma_wait<1>();
+        next = pass(next);
+        ptx::wgmma_wait<0>();
         ptx::pin_registers(s);
-        softmax.begin(s, state, scale, lane);
+        release(&shared.k_free[at.stage]);
+        {
+          PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
+          softmax.begin(s, state, scale, lane);
+          softmax.finish(s, state, scale, o, fragments, lane);
+        }
+#pragma unroll 1
+        while (next.members() != 0 && !next.is_far()) {
+          const RingPosition<Traits::kStages> next_at = wait_for(next);
+          NextPage after = read(shared.next[next_at.stage][number]);
+          ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
+          ptx::pin_registers(fragments);
+          ptx::pin_registers(s);
+          ptx::pin_registers(o);
+          ptx::wgmma_fence();
+          issue_logits(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
+          ptx::wgmma_commit();
+          issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+          ptx::wgmma_commit();
+          page = next;
+          next = pass(after);
+          PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
+          ptx::wgmma_wait<1>();
+          ptx::pin_registers(s);
+          softmax.begin(s, state, scale, lane);
+          ptx::wgmma_wait<0>();
+          ptx::pin_registers(o);
+          release(&shared.v_free[at.stage]);
+          at = next_at;
+          release(&shared.k_free[at.stage]);
+          softmax.finish(s, state, scale, o, fragments, lane);
+        }
+        ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
+        ptx::pin_registers(fragments);
+        ptx::pin_registers(o);
+        ptx::wgmma_fence();
+        issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+        ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::pin_registers(o);
         release(&shared.v_free[at.stage]);
-        at = next_at;
-        release(&shared.k_free[at.stage]);
-        softmax.finish(s, state, scale, o, fragments, lane);
-      }
-      ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
-      ptx::pin_registers(fragments);
-      float(&sum)[ptx::kAccumulators] = Traits::kApart ? s : o;
-      ptx::pin_registers(sum);
-      ptx::wgmma_fence();
-      issue_values<Traits::kApart>(sum, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(sum);
-      release(&shared.v_free[at.stage]);
-      if constexpr (Traits::kApart) {
-#pragma unroll
-        for (int i = 0; i < ptx::kAccumulators; ++i) o[i] += s[i];
       }
       page = next;
     }

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       float logits[ptx::kAccumulators];
       ptx::pin_registers(logits);
       ptx::wgmma_fence();
-      issue_logits<1>(logits, q_descriptor, ptx::wgmma_descriptor(shared.k[s]));
+      issue_logits(logits, q_descriptor, ptx::wgmma_descriptor(shared.k[s]));
       ptx::wgmma_commit();
 
       // While S is computed. vt[vt_slot] is free: all warps were past its P V, two pages ago, at the last barrier.
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       __syncthreads();  // V^T is complete; all warps are past the P V of the page before the last
       ptx::pin_registers(o);
       ptx::wgmma_fence();
-      issue_values<false>(o, fragments, ptx::wgmma_descriptor(shared.vt[vt_slot]));
+      issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[vt_slot]));
       ptx::wgmma_commit();
       vt_slot ^= 1;
     }

@@ -41,6 +41,13 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The same of kSome of them, from d[kFirst] on.
+template <int kFirst, int kSome, int kCount>
+__device__ __forceinline__ void pin_some_registers(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = kFirst; i < kFirst + kSome; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // The same for A fragments: they must be complete before the first wgmma of a batch is issued, or ptxas serialises it (C7513).
 template <int kTerms, int kSteps>
 __device__ __forceinline__ void pin_registers(uint32_t (&a)[kTerms][kSteps][4]) {
@@ -53,6 +60,9 @@ __device__ __forceinline__ void pin_registers(uint32_t (&a)[kTerms][kSteps][4]) 
 #define PW_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PW_F16(d, i) PW_F4(d, i), PW_F4(d, i + 4), PW_F4(d, i + 8), PW_F4(d, i + 12)
 #define PW_F64(d) PW_F16(d, 0), PW_F16(d, 16), PW_F16(d, 32), PW_F16(d, 48)
+#define PW_D32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 #define PW_D64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -69,18 +79,36 @@ __device__ __forceinline__ void wgmma_m64n128k32_ss(float (&d)[kAccumulators], u
       : "l"(a), "l"(b), "n"(static_cast<int>(kAccumulate)));
 }
 
-// d = a * b (kAccumulate false) or d + a * b; a is this thread's 16 bytes of the 64 x 32 tile: a[0], a[1]: rows g, g + 8, k = 4q to 4q + 3;
+// The same for 64 columns, whose accumulators are d[kFirst] to d[kFirst + 31].
+template <bool kAccumulate, int kFirst>
+__device__ __forceinline__ void wgmma_m64n64k32_ss(float (&d)[kAccumulators], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " PW_D32 ", %32, %33, accumulate, 1, 1;\n}\n"
+      : PW_F16(d, kFirst), PW_F16(d, kFirst + 16)
+      : "l"(a), "l"(b), "n"(static_cast<int>(kAccumulate)));
+}
+
+// d += a * b; a is this thread's 16 bytes of the 64 x 32 tile: a[0], a[1]: rows g, g + 8, k = 4q to 4q + 3;
 // a[2], a[3]: the same rows, k = 16 + 4q to 16 + 4q + 3.
-template <bool kAccumulate>
 __device__ __forceinline__ void wgmma_m64n128k32_rs(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " PW_D64 ", {%64, %65, %66, %67}, %68, %69, 1, 1;\n"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " PW_D64 ", {%64, %65, %66, %67}, %68, 1, 1, 1;\n"
                : PW_F64(d)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The same, or with kAccumulate false d = a * b, for 64 columns, whose accumulators are d[kFirst] to d[kFirst + 31].
+template <bool kAccumulate, int kFirst>
+__device__ __forceinline__ void wgmma_m64n64k32_rs(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " PW_D32 ", {%32, %33, %34, %35}, %36, %37, 1, 1;\n"
+               : PW_F16(d, kFirst), PW_F16(d, kFirst + 16)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kAccumulate)));
 }
 
 #undef PW_F4
 #undef PW_F16
 #undef PW_F64
+#undef PW_D32
 #undef PW_D64
 
 }  // namespace pw::ptx
