@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What mode auto goes by (pageweaver_sglang/auto/model.py), from measurements of `pageweaver bench`.
 
-    fit_auto.py benchmarks/results/h200/arms-*.json
+    fit_auto.py benchmarks/results/h200/arms-{ctx*,packed}.json
 
 Per workload: visits that windows of 64 save, what the same order saves when it is found beforehand (union8 less
 pageweaver-w64-fixed, whole calls, graph_ms) in ns per visit, what finding it adds in the call, the model's gain and

@@ -33,7 +33,7 @@ MEASURE_EVERY = 8
 PROBE_SHARE = 0.003
 """While a key keeps the original order, the share of its time that may go into regrouping, to see if that still loses.
 
-For calls of 16,384 queries it is every 13th that regroups, for smaller ones it is less often.
+For calls of 16,384 queries it is every 12th that regroups, for smaller ones it is less often.
 """
 
 

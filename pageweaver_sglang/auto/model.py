@@ -1,14 +1,15 @@
 """What regrouping costs and what a saved page visit is worth: a line and a factor.
 
-Fitted to ``benchmarks/results/h200/arms-*.json`` (whole online calls, cold caches, CUDA graph; 6,824 to 16,384 queries,
-one KV head). What a call saves there by an order found beforehand, ``union8`` - ``pageweaver-w64-fixed``, is 4.3 to 5.5
-ns per page visit saved on seven of eight workloads, 4.63 over all; what finding the order adds, ``pageweaver-w64`` -
-``pageweaver-w64-fixed``, is 13.6 to 19.2 us and hardly grows with the queries, since one wave of thread blocks does it.
+Fitted to the eight recorded workloads in ``benchmarks/results/h200/`` (whole online calls, cold caches, CUDA graph;
+6,824 to 16,384 queries, one KV head). What a call saves there by an order found beforehand, ``union8`` -
+``pageweaver-w64-fixed``, is 4.4 to 5.2 ns per page visit saved on seven of eight workloads, 4.75 over all; what finding
+the order adds, ``pageweaver-w64`` - ``pageweaver-w64-fixed``, is 8 to 17 us, 14.3 over all, and hardly grows with the
+queries, since one wave of thread blocks does it.
 With these the better arm is chosen on every workload (``tests/auto/test_model.py``). ``scripts/fit_auto.py`` does this
 again with other measurements.
 
-Windows are not chosen: 128 saves at most 1,444 visits (7 us) more than 64 in those files and costs 3 us more, and
-in none of them was it faster.
+Windows are not chosen: 128 saves at most 1,444 visits (7 us) more than 64 in those files and costs 7 us more; it was
+faster in one of them, by 0.2 %.
 
 A *row* is a (query, KV head) pair: the unit of regrouping and of visits.
 """
@@ -17,10 +18,10 @@ from __future__ import annotations
 
 from ..plan import GROUP_SIZE
 
-NS_PER_VISIT = {"stream": 4.63, "union8": 6.4}
+NS_PER_VISIT = {"stream": 4.75, "union8": 8.5}
 """Time that one page visit less saves, by engine."""
 
-REGROUP_US = {64: 14.0, 128: 17.0}
+REGROUP_US = {64: 12.7, 128: 19.5}
 """By window: time that any regrouping adds to a call."""
 
 REGROUP_US_PER_1000_ROWS = {64: 0.12, 128: 0.15}

@@ -62,7 +62,7 @@ def test_a_key_that_loses_is_probed():
     apart = probes[1] - probes[0]
     assert {b - a for a, b in pairwise(probes)} == {apart}
     # What a probe costs, of what the calls between two of them take.
-    assert 13 <= apart <= 32
+    assert 10 <= apart <= 32
     assert model.cost_us(ROWS, 64) <= auto.PROBE_SHARE * apart * ROWS * model.NS_PER_ROW / 1000
 
 
@@ -90,7 +90,7 @@ def test_a_probe_changes_the_decision_and_a_measurement_changes_it_back():
 @pytest.mark.parametrize("known", [True, False])
 def test_calls_that_cannot_gain_keep_their_order_without_history(known):
     history = History(pw.Config())
-    decision = call(history, 14, tokens=200, known=known)
+    decision = call(history, 14, tokens=150, known=known)
     assert (decision.regroup, decision.reason) == (False, "small")
     assert not history._keys
     assert call(history, 14, tokens=400, known=known).reason == "first"
@@ -240,7 +240,8 @@ def test_calls_inside_and_outside_of_inference_mode():
 def test_a_decision_in_words():
     history = History(pw.Config())
     said = [str(call(history, LOSES)) for _ in range(3)]
+    gain = model.gain_us(ROWS, LOSES, window=64, engine="stream")
     assert said[0] == "regrouped (first, measured)"
     assert said[1] == "regrouped (first)"
-    assert said[2].startswith("original order (original, expected gain -8.4 us")
+    assert said[2].startswith(f"original order (original, expected gain {gain:.1f} us")
     assert str(call(history, LOSES, tokens=10)) == "original order (small)"

