@@ -46,8 +46,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, random_prompt
-from pageweaver_sglang.serving_ab.launch import plugin_variables, wait_until_it_answers
+from pageweaver_sglang.serving_ab.launch import choose_port, plugin_variables, wait_until_it_answers
 from pageweaver_sglang.serving_ab.serverlog import FALLBACK, STATUS
+from pageweaver_sglang.serving_ab.settings import AbError
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("auto", "pageweaver", "union8", "native")
@@ -486,6 +487,7 @@ def run_launch(
     base, text = f"http://127.0.0.1:{launch.port}", ""
     result: dict[str, Any] = {"command": shlex.join(command), "environment": variables, "requests": []}
     try:
+        choose_port(launch.port)  # or another server's answers would be taken for this one's
         servers.start(server)
         try:
             result["start_s"] = round(server.wait_ready(min(options.start_timeout, deadline - time.monotonic())), 1)
@@ -496,7 +498,7 @@ def run_launch(
             # Before it is told to end: the ranks then complain about each other.
             text = server.text()
             servers.stop(server)
-    except (ServerError, OSError) as error:
+    except (AbError, ServerError, OSError) as error:
         result["failed"] = str(error)
     facts = parse_log(text)
     ranks = {name: facts.ranks[name] for name in launch.layout.ranks() if name in facts.ranks}

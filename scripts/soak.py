@@ -62,7 +62,8 @@ from serve_check import (
 
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, random_prompt
-from pageweaver_sglang.serving_ab.launch import HOST, plugin_variables, wait_until_it_answers
+from pageweaver_sglang.serving_ab.launch import HOST, choose_port, plugin_variables, wait_until_it_answers
+from pageweaver_sglang.serving_ab.settings import AbError
 
 SHORT = 64
 """Tokens below which a compared call has rows that few keys decide, whose rounding nothing averages out."""
@@ -602,6 +603,7 @@ def soak(options: argparse.Namespace, say: Callable[[str], None] = print) -> dic
     try:
         with contextlib.ExitStack() as started:
             for run in runs:
+                choose_port(run.port)  # or another server's answers would be taken for this one's
                 started.enter_context(run.server)
             threads = [threading.Thread(target=run.drive, args=(deadline, both_warm), daemon=True) for run in runs[1:]]
             for thread in threads:
@@ -609,7 +611,7 @@ def soak(options: argparse.Namespace, say: Callable[[str], None] = print) -> dic
             own.drive(deadline, both_warm)
             for thread in threads:
                 thread.join()
-    except (ServerError, OSError) as error:
+    except (AbError, ServerError, OSError) as error:
         own.failed = own.failed or f"{type(error).__name__}: {error}"
     checks = [
         *own.checks(),

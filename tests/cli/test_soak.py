@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -132,6 +133,16 @@ def test_a_server_that_dies(run, monkeypatch):
     assert {"server started, stayed up and ended cleanly", "no CUDA error, no traceback through PageWeaver"} <= set(
         failures(report)
     )
+
+
+def test_a_port_that_somebody_else_has(tmp_path, run):
+    (tmp_path / "pids").touch()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        code, report = run("--port", str(other.getsockname()[1]))
+    assert code == 1
+    (check,) = (one for one in report["checks"] if one["name"] == "server started, stayed up and ended cleanly")
+    assert "is taken" in check["detail"]
+    assert all(one["sent"] == 0 for one in report["traffic"].values())
 
 
 def test_a_server_that_never_gets_ready(run, monkeypatch):
