@@ -96,7 +96,7 @@ class History:
 
     def __init__(self, config: Config, *, page_size: int = 128, max_keys: int = MAX_KEYS) -> None:
         self.visits: Counter[str] = Counter()
-        """Page visits of measured calls: ``original``, what their original order needs; ``saved``, how many less."""
+        """Page visits of measured calls, of ``original`` and ``regrouped`` order. Neither ever shrinks."""
         self._config = config
         self._page_size, self._max_keys = page_size, max_keys
         self._keys: OrderedDict[tuple[int, int | None], _Key] = OrderedDict()
@@ -129,6 +129,8 @@ class History:
         if len(self._keys) > self._max_keys:
             self._keys.popitem(last=False)
         key.calls += 1
+        if self._readback is not None:
+            self._readback.give_up()
         self._absorb(key)
         decision = self._by_history(key, rows)
         due = decision.reason == "first" or key.calls - key.pending_call >= MEASURE_EVERY
@@ -172,10 +174,10 @@ class History:
         if self._readback is not None:
             self._readback.collect()
         if key.pending.result is not None:
-            original, kept = key.pending.result
-            key.measured.append((key.pending_rows, original - kept))
+            original, regrouped = key.pending.result
+            key.measured.append((key.pending_rows, original - regrouped))
             self.visits["original"] += original
-            self.visits["saved"] += original - kept
+            self.visits["regrouped"] += regrouped
             key.pending = None
         elif key.pending.lost:
             key.pending = None

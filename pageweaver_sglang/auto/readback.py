@@ -57,11 +57,7 @@ class Readback:
 
     def take(self) -> Measurement | None:
         """A measurement for the next call, or None while too many are under way."""
-        if self._taken is not None:
-            # Its call failed on the way. What it may have counted belongs to nobody.
-            slot, measurement = self._taken
-            measurement.lost = True
-            self._send(slot)
+        self.give_up()
         self.collect()
         if not self._free:
             return None
@@ -69,6 +65,14 @@ class Readback:
         measurement = Measurement(self, slot, self._on_device[slot])
         self._taken = slot, measurement
         return measurement
+
+    def give_up(self) -> None:
+        """Declare a measurement that was taken and not sent lost: its call has failed, now that the next one comes."""
+        if self._taken is not None:
+            # What it may have counted belongs to nobody.
+            slot, measurement = self._taken
+            measurement.lost = True
+            self._send(slot)
 
     def collect(self) -> None:
         """Give their results to the measurements that have arrived."""

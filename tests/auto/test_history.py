@@ -50,7 +50,7 @@ def test_a_key_that_gains():
     measured = [number for number, decision in enumerate(decisions) if decision.measurement is not None]
     assert measured == [0, auto.MEASURE_EVERY, 2 * auto.MEASURE_EVERY]
     assert decisions[-1].gain_us == pytest.approx(model.gain_us(ROWS, GAINS, window=64, engine="stream"), rel=1e-3)
-    assert history.visits == {"original": 3 * 6 * ROWS, "saved": 3 * (6 * ROWS - round((6 - GAINS) * ROWS))}
+    assert history.visits == {"original": 3 * 6 * ROWS, "regrouped": 3 * round((6 - GAINS) * ROWS)}
 
 
 def test_a_key_that_loses_is_probed():
@@ -211,9 +211,26 @@ def test_a_call_that_fails_is_measured_again():
     call(history, GAINS, layer=1)
     assert failed.measurement.lost
     assert words(call(history, GAINS) for _ in range(4)) == ["first", "first*", "first", "regroup"]
-    assert history.visits == {"original": 6 * ROWS, "saved": 6 * ROWS - round((6 - GAINS) * ROWS)}
+    assert history.visits == {"original": 6 * ROWS, "regrouped": round((6 - GAINS) * ROWS)}
     failed.measurement.send()  # too late: changes nothing
     assert words(call(history, LOSES, layer=1) for _ in range(3)) == ["first", "regroup", "regroup"]
+
+
+def test_the_only_layer_is_measured_again_after_a_failed_call():
+    """No call of another layer comes to notice the failure."""
+    history = History(pw.Config())
+    assert history.decide(0, picks(), lengths()).measurement is not None  # and then an exception
+    assert words(call(history, LOSES) for _ in range(4)) == ["first", "first*", "first", "original"]
+
+
+def test_visits_that_are_counted_only_grow():
+    """They are a metric's counters, which refuse to shrink; without the guard regrouping can lose."""
+    history, seen = History(pw.Config(guard="none")), []
+    for _ in range(8):
+        call(history, -1.0)
+        seen.append(dict(history.visits))
+    assert seen[-1] == {"original": 6 * ROWS, "regrouped": 7 * ROWS}
+    assert all(after[kind] >= count for before, after in pairwise(seen) for kind, count in before.items())
 
 
 def test_counters_never_have_to_be_cleared():

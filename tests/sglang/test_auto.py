@@ -19,7 +19,7 @@ def test_decisions_by_layer_and_by_the_batchs_lengths(outcome):
 def test_calls_count_by_what_was_done(outcome):
     assert outcome.result["stats"]["calls_by_arm"] == {"pageweaver": 3, "union8": 1}
     assert outcome.result["stats"]["fallbacks"] == {}
-    assert 0 < outcome.result["visits"]["saved"] < outcome.result["visits"]["original"]
+    assert 0 < outcome.result["visits"]["regrouped"] < outcome.result["visits"]["original"]
 
 
 def test_outputs_do_not_depend_on_decisions(outcome):

@@ -136,7 +136,7 @@ metrics = Metrics({"model_name": "m3", "tp_rank": sys.argv[1]})
 again = Metrics({"model_name": "m3", "tp_rank": sys.argv[1]})  # a name can be registered only once
 totals = {"step3_calls": Counter(pageweaver=3), "step3_tokens": Counter()}
 totals["regroup_decisions"] = Counter(small=4, regroup=1)
-totals["measured_visits"] = Counter(original=1000, saved=90)
+totals["measured_visits"] = Counter(original=1000, regrouped=910)
 totals["step3_fallbacks"] = {"q must be bfloat16, got float16": 2, "q must be bfloat16, got float32": 3}
 metrics.publish(totals, serving=True)
 totals["step3_calls"]["pageweaver"] += 2
@@ -164,7 +164,7 @@ def test_every_process_counts(tmp_path):
         assert f'pageweaver:step3_fallbacks_total{{model_name="m3",{reason},tp_rank="{rank}"}} 5.0' in shown.stdout
         labels = f'model_name="m3",tp_rank="{rank}"}}'
         assert f'pageweaver:regroup_decisions_total{{decision="small",{labels} 4.0' in shown.stdout
-        assert f'pageweaver:measured_visits_total{{kind="saved",{labels} 90.0' in shown.stdout
+        assert f'pageweaver:measured_visits_total{{kind="regrouped",{labels} 910.0' in shown.stdout
         assert f'pageweaver:serving{{model_name="m3",tp_rank="{rank}"}} {1.0 - rank}' in shown.stdout
     assert 'pageweaver:verify_nrms_bucket{le="0.04",model_name="m3",tp_rank="0"} 1.0' in shown.stdout
     assert 'pageweaver:verify_nrms_bucket{le="0.03",model_name="m3",tp_rank="0"} 0.0' in shown.stdout
