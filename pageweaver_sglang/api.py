@@ -7,7 +7,8 @@ import torch
 from . import checks, reference
 from .auto.history import Decision, can_pay
 from .config import Config
-from .plan import GROUP_SIZE, UnionPlan
+from .cuda import support
+from .plan import UnionPlan
 from .value_tiles import ValueTiles
 from .workspace import Workspace
 
@@ -243,13 +244,25 @@ def sparse_prefill(
         out = workspace.out(tokens)
     if not _on_cuda(q):
         if measurement is not None:
-            _count_visits(topk_idx, cu_seqlens, prefix_lens, page_size, config or Config(), measurement.visits)
+            # The reference engine has no use for an order: this counts as the regroup kernel does.
+            config = config or Config()
+            reference.regroup(
+                topk_idx,
+                cu_seqlens,
+                prefix_lens,
+                window=config.window,
+                group_size=support.call_group_size(config.engine, q, k_cache),
+                page_size=page_size,
+                capacity=config.regroup_capacity,
+                guard=config.guard,
+                visits=measurement.visits,
+            )
             measurement.send()
         return reference.sparse_prefill(
             *arguments, sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale, page_size=page_size, out=out
         )
 
-    from .cuda import ops, support
+    from .cuda import ops
 
     checks.check_sparse_prefill_kernel(req_to_token, slot_ids, out)
     config = config or Config()
@@ -356,28 +369,6 @@ def _regroups(config: Config, decision: Decision | None, rows: int, topk: int) -
     if config.mode != "auto":
         return config.mode == "pageweaver"
     return can_pay(config, rows, topk) if decision is None else decision.regroup
-
-
-def _count_visits(
-    topk_idx: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    page_size: int,
-    config: Config,
-    visits: torch.Tensor,
-) -> None:
-    """Count as the regroup kernel does; the reference engine itself has no use for an order."""
-    reference.regroup(
-        topk_idx,
-        cu_seqlens,
-        prefix_lens,
-        window=config.window,
-        group_size=GROUP_SIZE,
-        page_size=page_size,
-        capacity=config.regroup_capacity,
-        guard=config.guard,
-        visits=visits,
-    )
 
 
 def _on_cuda(tensor: object) -> bool:

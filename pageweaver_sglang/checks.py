@@ -279,7 +279,7 @@ def check_sparse_prefill(
         if not out.is_contiguous():
             _fail(ValueError, function, "out", "contiguous", f"strides {tuple(out.stride())}")
     if decision is not None:
-        _decision(function, decision, config)
+        _decision(function, decision, config, device)
     if workspace is not None:
         _workspace(function, workspace, q, k_cache, topk_idx, requests, config)
     if value_tiles is not None:
@@ -335,7 +335,7 @@ def _config(function: str, config: Any) -> None:
         )
 
 
-def _decision(function: str, decision: Any, config: Config | None) -> None:
+def _decision(function: str, decision: Any, config: Config | None, device: torch.device) -> None:
     from .auto.history import Decision
 
     if not isinstance(decision, Decision):
@@ -343,6 +343,10 @@ def _decision(function: str, decision: Any, config: Config | None) -> None:
     mode = (config or Config()).mode
     if mode != "auto":
         _fail(ValueError, function, "decision", "None unless the mode is 'auto'", f"a decision in mode {mode!r}")
+    measurement = decision.measurement
+    if measurement is not None and measurement.visits.device != device:  # where the regroup kernel would write
+        expected = f"of a History of calls on {device} like the other arguments"
+        _fail(ValueError, function, "decision", expected, f"one that counts on {measurement.visits.device}")
 
 
 def _workspace(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import api
+from .plan import GROUP_SIZE
 from .reference.layout import page_counts, per_token, split_windows, support_sets
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
     from .plan import UnionPlan
     from .workload import Workload
-
-GROUP_SIZE = 8
 
 ORDERS: dict[str, int | None] = {"original": None, "w64": 64, "w128": 128}
 """Orders by name, and the window of each; the original order has none."""

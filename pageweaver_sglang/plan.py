@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 GROUP_SIZE = 8
-"""Queries per union in ``sparse_prefill``: what the attention kernels are built for."""
+"""Queries per union of Hopper's engines. :func:`.cuda.support.union_group_size` knows those of every engine."""
 
 
 def group_bound(tokens: int, requests: int, window: int, group_size: int) -> int:

@@ -86,7 +86,7 @@ def can_pay(config: Config, rows: int, topk: int) -> bool:
 
 
 class History:
-    """Decides for the calls of one stream of work. For one thread.
+    """Decides for the calls of one stream of work, on one device. For one thread.
 
     Args:
         config: the settings; ``window``, ``engine``, ``capacity`` and ``overflow`` count.

@@ -90,12 +90,12 @@ def union_group_size(engine: str, ratio: int) -> int:
     """Queries per union for an engine and ``ratio`` query heads per KV head.
 
     Hopper's engines are built for 8. ``portable`` fills a tile of 64 rows where that takes at most 16 queries: 4 for 9
-    to 16 heads, 8 for 5 to 8, otherwise 16.
+    to 16 heads, 8 for 5 to 8, 16 for fewer. More heads than 16 have the reference engine alone.
     """
     if engine != PORTABLE:
         return 8
     padded = 1 << (ratio - 1).bit_length()
-    return min(16, 64 // padded)
+    return max(1, min(16, 64 // padded))
 
 
 def call_group_size(asked: str, q: torch.Tensor, k_cache: torch.Tensor) -> int:

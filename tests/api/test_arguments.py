@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.auto.history import Decision
+from pageweaver_sglang.auto.readback import Measurement
 from tests.generators import make_case
 
 CASE = make_case("packed", seed=0, requests=((5, 300), (0, 7), (9, 0)), padding=3, kv_heads=2)
@@ -231,6 +233,11 @@ BAD = {
         ],
         "decision": [
             (True, TypeError, "what pageweaver_sglang.History.decide returns, got bool True"),
+            (
+                Decision(True, "first", measurement=Measurement(None, 0, torch.zeros(2, device="meta"))),
+                ValueError,
+                "of a History of calls on cpu like the other arguments, got one that counts on meta",
+            ),
         ],
         "out": [
             (CASE.q.float(), TypeError, r"bfloat16 \[tokens=17, q_heads=32, head_dim=128\], got float32"),

@@ -12,6 +12,7 @@ from pageweaver_sglang.auto import history as auto
 from pageweaver_sglang.auto import model, readback
 from pageweaver_sglang.auto.history import History
 from pageweaver_sglang.capture.snapshot import HostLengths
+from tests.generators import make_case
 
 ROWS = 16384
 GAINS, LOSES = 0.7, 0.1
@@ -231,6 +232,15 @@ def test_visits_that_are_counted_only_grow():
         seen.append(dict(history.visits))
     assert seen[-1] == {"original": 6 * ROWS, "regrouped": 7 * ROWS}
     assert all(after[kind] >= count for before, after in pairwise(seen) for kind, count in before.items())
+
+
+@pytest.mark.parametrize(("engine", "group_size"), [("stream", 8), ("portable", 4)])
+def test_the_reference_engine_counts_in_groups_of_the_engine(engine, group_size):
+    case, config = make_case("packed", requests=((40, 3000),)), pw.Config(engine=engine, guard="none")
+    measurement = readback.Readback(torch.device("cpu")).take()
+    pw.sparse_prefill(*case.args(), config=config, decision=auto.Decision(True, "first", measurement=measurement))
+    plan = pw.prepare_unions(case.topk_idx, None, *case.args()[6:], window=64, group_size=group_size)
+    assert int(measurement.visits[0]) == plan.visits()
 
 
 def test_counters_never_have_to_be_cleared():

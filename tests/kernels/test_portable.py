@@ -48,6 +48,12 @@ def test_groups_fill_a_tile(ratio):
     assert support.union_group_size("stream", ratio) == 8
 
 
+@pytest.mark.parametrize(("ratio", "size"), [(17, 2), (32, 2), (33, 1), (64, 1), (65, 1), (128, 1)])
+def test_groups_of_more_heads_than_the_kernel_takes(ratio, size):
+    """The reference engine takes them, and a workspace needs a size."""
+    assert support.union_group_size("portable", ratio) == size
+
+
 # KiB of shared memory that a program may have.
 MOST_SHARED = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 # Bytes of registers that a thread may spill. None with wgmma and tcgen05. Loops of mma.sync
