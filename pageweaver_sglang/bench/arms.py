@@ -134,9 +134,16 @@ class PublicArm(Arm):
             self.max_nrms = 0.005
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
-        """Build the kernels if need be and allocate the workspace."""
-        self._sets = sets
+        """Build the kernels if need be and allocate the workspace.
+
+        Raises:
+            ArmUnavailable: another engine than the arm's would serve, on this GPU or for this dtype of the cache.
+        """
         first, engine = sets[0], self._config.engine
+        served = support.engine_on(engine, support.capability_of(first.q.device), first.k_cache.dtype)
+        if served != engine:
+            raise ArmUnavailable(f"engine {engine} does not serve here: {served or 'SGLang'} would")
+        self._sets = sets
         pool_pages = _pool_pages(first) if engine == "stream" else None
         group_size = support.union_group_size(engine, first.q.shape[1] // first.k_cache.shape[1])
         self._space = _workspace(sets, self._config.window, group_size, pool_pages)

@@ -8,12 +8,13 @@ import torch
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench import catalogue, ceilings, fidelity, supervision
-from pageweaver_sglang.bench.arms import PublicArm
+from pageweaver_sglang.bench.arms import Bf16CacheArm, PublicArm
 from pageweaver_sglang.bench.orders import OFFLINE, find_orders
-from pageweaver_sglang.bench.protocol import Arm
+from pageweaver_sglang.bench.protocol import Arm, ArmUnavailable
 from pageweaver_sglang.bench.recorded import inputs_of, why_random
 from pageweaver_sglang.bench.work import work_of
 from pageweaver_sglang.cli import main
+from pageweaver_sglang.cuda import support
 
 from .conftest import in_this_process
 
@@ -251,3 +252,16 @@ def test_without_nvcc_it_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("PAGEWEAVER_CACHE_DIR", str(tmp_path))
     with pytest.raises(ValueError, match=r"can't be built or loaded \(.*no nvcc was found\. Install the CUDA toolkit"):
         prepare_gpu()
+
+
+@pytest.mark.parametrize("engine", ["stream", "union8"])
+def test_no_arm_runs_another_engine_under_its_name(small_workload, monkeypatch, engine):
+    """Where the Hopper engines don't serve, a call would silently mean ``portable``."""
+    sets = [inputs_of(small_workload, "cpu")]
+    arm = PublicArm("union8", "", pw.Config(mode="union8", engine=engine))
+    arm.prepare(sets)
+    with pytest.raises(ArmUnavailable, match=f"engine {engine} does not serve here: SGLang would"):
+        Bf16CacheArm(arm).prepare(sets)
+    monkeypatch.setattr(support, "capability_of", lambda device: (12, 0))
+    with pytest.raises(ArmUnavailable, match=f"engine {engine} does not serve here: portable would"):
+        arm.prepare(sets)
