@@ -17,6 +17,7 @@ from pageweaver_sglang.config import Config
 from pageweaver_sglang.flashinfer import xqa
 
 from . import NAME
+from .arguments import sparse_prefill_arguments
 from .options import BackendError
 
 logger = logging.getLogger(__name__)
@@ -74,19 +75,7 @@ class XqaFallback:
         """Serve a call that :meth:`unsupported_reason` covers: ``[tokens, q_heads, head_dim]``, q's dtype."""
         return xqa.sparse_prefill(
             self._function,
-            call["q"],
-            call["k_cache"],
-            call["v_cache"],
-            call["topk_idx"],
-            call["req_to_token"],
-            call["slot_ids"],
-            call["cu_seqlens"].to(torch.int32),
-            call["seq_lens"].to(torch.int32),
-            call["prefix_lens"].to(torch.int32),
-            sm_scale=call.get("sm_scale"),
-            k_scale=call.get("k_scale"),
-            v_scale=call.get("v_scale"),
-            page_size=call["block_size_k"],
+            **sparse_prefill_arguments(call),
             pool_page_size=self._pool_page_size,
         )
 

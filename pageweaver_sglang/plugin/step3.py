@@ -24,6 +24,7 @@ from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
 
 from . import compat, tiles
+from .arguments import sparse_prefill_arguments
 from .fallback import XQA, XqaFallback
 from .forwards import Forward
 from .operations import Switch
@@ -334,20 +335,7 @@ class Step3:
             return q.new_empty(0, q.shape[1], call["v_cache"].shape[-1], dtype=dtype)
         with tiles.taken(self.config, call["v_cache"]) as (config, value_tiles):
             return sparse_prefill(
-                call["q"],
-                call["k_cache"],
-                call["v_cache"],
-                call["topk_idx"],
-                call["req_to_token"],
-                call["slot_ids"],
-                # SGLang's backend passes int32; anything else is converted on the device, without a synchronisation.
-                call["cu_seqlens"].to(torch.int32),
-                call["seq_lens"].to(torch.int32),
-                call["prefix_lens"].to(torch.int32),
-                sm_scale=call.get("sm_scale"),
-                k_scale=call.get("k_scale"),
-                v_scale=call.get("v_scale"),
-                page_size=call["block_size_k"],
+                **sparse_prefill_arguments(call),
                 config=config,
                 workspace=None if forward is None else forward.workspace(call, config),
                 value_tiles=value_tiles,

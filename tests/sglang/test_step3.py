@@ -254,8 +254,8 @@ def test_what_the_kernels_are_asked_about(monkeypatch):
 
 def test_the_settings_reach_sparse_prefill(monkeypatch):
     seen = []
-    monkeypatch.setattr(step3, "sparse_prefill", lambda *args, **options: seen.append(options) or args[0])
-    served = make(window=64, guard="none")
+    monkeypatch.setattr(step3, "sparse_prefill", lambda **options: seen.append(options) or options["q"])
+    served = make(window=64, guard="none", on_error="raise")
     served(Native(), 1, make_call())
     assert seen[0]["config"] is served.config
 
