@@ -190,9 +190,7 @@ def test_which_engine_a_gpu_gets(on_gpu, capability, asked, engine):
         assert "compute capability {}.{}, ".format(*capability) in problem
 
 
-def test_a_bf16_cache_on_hopper(monkeypatch):
+def test_a_bf16_cache_on_hopper():
     assert engine_on("stream", (9, 0), torch.bfloat16) is None
     assert engine_on("portable", (9, 0), torch.bfloat16) == "portable"
-    monkeypatch.setattr(support, "BF16_CACHE_ON_HOPPER", "portable")
-    assert engine_on("stream", (9, 0), torch.bfloat16) == "portable"
     assert engine_on("stream", (9, 0), torch.float8_e4m3fn) == "stream"
