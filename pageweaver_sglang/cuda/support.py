@@ -76,7 +76,7 @@ def engine_on(asked: str, capability: tuple[int, int], cache_dtype: torch.dtype 
         return None
     if asked == PORTABLE or capability != COMPUTE_CAPABILITY:
         return PORTABLE
-    # Hopper's engines read E4M3. `portable` is twice as fast as SGLang's function on a BF16 cache, but has to be asked for.
+    # Hopper's engines read E4M3. On a BF16 cache `portable` is twice as fast as SGLang's function, if it is asked for.
     return None if cache_dtype == torch.bfloat16 else asked
 
 
