@@ -92,31 +92,27 @@ def read_switch(folder: Path) -> bool | None:
     Raises:
         ControlError: the file cannot be read or is malformed.
     """
-    return _read(folder).get("on")
+    return read(folder)[0]
 
 
-def read_timing(folder: Path) -> bool | None:
-    """Whether Step 3 is to be timed; None where the switch doesn't say.
+def read(folder: Path) -> tuple[bool | None, bool | None]:
+    """Whether PageWeaver may serve, and whether Step 3 is to be timed; None for what the switch doesn't say.
 
     Raises:
         ControlError: the file cannot be read or is malformed.
     """
-    return _read(folder).get("timing")
-
-
-def _read(folder: Path) -> dict[str, bool]:
     path = folder / SWITCH_NAME
     try:
         content = watched_json.read_json(path, ControlError)
     except FileNotFoundError:
-        return {}
+        return None, None
     if (
         not isinstance(content, dict)
         or not {"on"} <= set(content) <= {"on", "timing"}
         or not all(isinstance(value, bool) for value in content.values())
     ):
         raise ControlError(f'{path}: must hold {{"on": true}} or {{"on": false}}')
-    return content
+    return content["on"], content.get("timing")
 
 
 def stamp(folder: Path) -> Stamp | None:

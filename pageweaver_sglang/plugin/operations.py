@@ -118,14 +118,13 @@ class Operations:
         try:
             self.folder = control.prepare_folder(config.control_dir)
             self._stamp = control.stamp(self.folder)
-            on = control.read_switch(self.folder)
-            self._set_timing(control.read_timing(self.folder))
+            on, timing = control.read(self.folder)
         except control.ControlError as error:
             if config.control_dir is not None or self.folder is not None:
                 raise
             logger.warning("pageweaver: no switch at run time: %s", error)
-            on = None
-            self._set_timing(None)
+            on = timing = None
+        self._set_timing(timing)
         if on is False:
             self._turn(False)
         self._thread = threading.Thread(target=self._run, name="pageweaver-operations", daemon=True)
@@ -168,7 +167,7 @@ class Operations:
         found = control.stamp(self.folder)
         if found == self._stamp:
             return
-        on, timing = control.read_switch(self.folder), control.read_timing(self.folder)
+        on, timing = control.read(self.folder)
         self._stamp = found
         self._set_timing(timing)
         self._turn(on is not False)

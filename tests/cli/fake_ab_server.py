@@ -42,7 +42,7 @@ def serving() -> str:
 
 
 def timed() -> bool:
-    return control.read_timing(CONTROL) is True
+    return control.read(CONTROL)[1] is True
 
 
 def keep_state() -> None:
