@@ -670,27 +670,35 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(argv)
+def say(text: str) -> None:
+    # In one piece: print() would write the end of the line apart, and other threads' lines in between.
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run(
+    options: argparse.Namespace,
+    check: Callable[[argparse.Namespace, Callable[[str], None]], dict[str, Any]],
+    print_report: Callable[[dict[str, Any], Callable[[str], None]], None],
+) -> int:
+    """Make the tiny model if it is missing, check, and write and print the report; returns the exit code."""
     if not (options.model / "config.json").exists():
         from make_tiny_m3 import write_model
 
-        print(f"writing the tiny model to {options.model}", flush=True)
+        say(f"writing the tiny model to {options.model}")
         write_model(options.model)
-
-    def say(text: str) -> None:
-        # In one piece: print() would write the end of the line apart, and other threads' lines in between.
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
     # End the server too when this script is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report = check_all(options, say)
+    report = check(options, say)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     print_report(report, say)
-    print(f"report: {options.json}")
+    say(f"report: {options.json}")
     return 0 if report["passed"] else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(parse_options(argv), check_all, print_report)
 
 
 if __name__ == "__main__":

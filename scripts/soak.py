@@ -34,7 +34,6 @@ import json
 import random
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -48,6 +47,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import serve_check
 from serve_check import (
     COMPILING,
     PORT_STEP,
@@ -704,24 +704,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(argv)
-    if not (options.model / "config.json").exists():
-        from make_tiny_m3 import write_model
-
-        print(f"writing the tiny model to {options.model}", flush=True)
-        write_model(options.model)
-    # End the server too when this script is told to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    report = soak(options, say)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print_report(report, say)
-    say(f"report: {options.json}")
-    return 0 if report["passed"] else 1
+    return serve_check.run(parse_options(argv), soak, print_report)
 
 
 if __name__ == "__main__":
