@@ -320,6 +320,19 @@ def _scale(function: str, name: str, value: Any, device: torch.device) -> None:
         _fail(ValueError, function, name, f"on {device} like the other arguments", f"a tensor on {value.device}")
 
 
+def check_history(config: Any, *, page_size: Any, max_keys: Any) -> None:
+    """Raise TypeError or ValueError unless a :class:`pageweaver_sglang.History` can be made of these."""
+    if not isinstance(config, Config):
+        _fail(TypeError, "History", "config", "a pageweaver_sglang.Config", describe(config))
+    _integer("History", "page_size", page_size, 1)
+    _integer("History", "max_keys", max_keys, 1)
+
+
+def check_decide(topk_idx: Any) -> None:
+    """Raise TypeError or ValueError unless a history can decide for a call with these picks."""
+    _topk("History.decide", topk_idx)
+
+
 def _config(function: str, config: Any) -> None:
     if config is None:
         return

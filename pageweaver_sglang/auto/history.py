@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .. import checks
 from ..capture.snapshot import HostLengths
 from ..config import Config
 from ..plan import GROUP_SIZE
@@ -92,9 +93,14 @@ class History:
         config: the settings; ``window``, ``engine``, ``capacity`` and ``overflow`` count.
         page_size: tokens per page.
         max_keys: (layer, context) pairs to remember.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``page_size`` or ``max_keys`` is below 1.
     """
 
     def __init__(self, config: Config, *, page_size: int = 128, max_keys: int = MAX_KEYS) -> None:
+        checks.check_history(config, page_size=page_size, max_keys=max_keys)
         self.visits: Counter[str] = Counter()
         """Page visits of measured calls, of ``original`` and ``regrouped`` order. Neither ever shrinks."""
         self._config = config
@@ -112,9 +118,14 @@ class History:
 
         Args:
             layer: what the history is kept apart by, a model layer.
-            topk_idx: ``[kv_heads, tokens, k]`` of the call; its shape and device count.
+            topk_idx: int32 ``[kv_heads, tokens, k]`` of the call; its shape and device count.
             lengths: of the batch; None where the host doesn't know them, which puts all contexts into one history.
+
+        Raises:
+            TypeError: ``topk_idx`` has the wrong type or dtype.
+            ValueError: ``topk_idx`` has a wrong shape.
         """
+        checks.check_decide(topk_idx)
         kv_heads, tokens, topk = topk_idx.shape
         queries, pages = self._shape(lengths, topk) if lengths is not None else (tokens, 0)
         rows = kv_heads * queries

@@ -272,3 +272,24 @@ def test_a_decision_in_words():
     assert said[1] == "regrouped (first)"
     assert said[2].startswith(f"original order (original, expected gain {gain:.1f} us")
     assert str(call(history, LOSES, tokens=10)) == "original order (small)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"config": 3}, TypeError, r"History: config must be a pageweaver_sglang\.Config, got int 3"),
+        ({"page_size": 0}, ValueError, "History: page_size must be an integer >= 1, got 0"),
+        ({"max_keys": 0}, ValueError, "History: max_keys must be an integer >= 1, got 0"),
+    ],
+)
+def test_a_history_of_nonsense(arguments, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        History(**{"config": pw.Config(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("topk_idx", "error"), [(picks().float(), TypeError), (picks()[0], ValueError), ("x", TypeError)]
+)
+def test_a_decision_about_nonsense(topk_idx, error):
+    with pytest.raises(error, match=r"^History\.decide: topk_idx must be int32 \[kv_heads, tokens, k\], got "):
+        History(pw.Config()).decide(0, topk_idx)
