@@ -12,7 +12,6 @@ finding the order is taken from windows of 128.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageweaver_sglang.auto import model
-from scripts.results_table import table
+from scripts.results_table import read_report, table
 
 PAPER = ("union8-paper", "pageweaver-w128-paper")
 
@@ -61,7 +60,10 @@ def fit(rows: list[dict[str, Any]]) -> dict[Any, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", type=Path, nargs="+", metavar="JSON")
-    rows = rows_of([json.loads(path.read_text()) for path in parser.parse_args().reports])
+    try:
+        rows = rows_of([read_report(path) for path in parser.parse_args().reports])
+    except ValueError as error:
+        sys.exit(f"fit_auto.py: {error}")
     header = ["workload", "rows", "visits saved", "ns a visit", "W64 costs, us", "W128, us", "gain, us", "model's"]
     lines = []
     for row in rows:

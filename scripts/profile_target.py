@@ -20,9 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import pageweaver_sglang as pw
 from pageweaver_sglang.bench.arms import Stages
-from pageweaver_sglang.bench.inputs import make_inputs
+from scripts.gpu_workload import inputs_on_gpu
 
 
 def main() -> int:
@@ -35,7 +34,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=3)
     options = parser.parse_args()
 
-    inputs = make_inputs(pw.load_workload(options.workload), "cuda", seed=1)
+    inputs = inputs_on_gpu(parser, options.workload)
     kernel = {"engine": options.engine, "precision": options.precision}
     stages = Stages([inputs], window=options.window, group_size=8, guard="none", **kernel)
     plan = stages.prepare_unions(0, None if options.original else stages.regroup(0))

@@ -118,20 +118,30 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def read_report(file: str | Path) -> dict[str, Any]:
+    """A report of `pageweaver bench` or `pageweaver demo --json`.
+
+    Raises:
+        ValueError: there is none; the message names the file.
+    """
+    try:
+        report = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: not a JSON file: {error}") from error
+    if not isinstance(report, dict) or not {"environment", "workload"} <= report.keys():
+        raise ValueError(f"{file}: no report of `pageweaver bench` or `pageweaver demo --json`")
+    return report
+
+
 def main() -> None:
     if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
-    file = sys.argv[1]
     try:
-        report = json.loads(Path(file).read_text())
-        if not isinstance(report, dict) or not {"environment", "workload"} <= report.keys():
-            raise ValueError("no report of `pageweaver bench` or `pageweaver demo --json`")
-    except OSError as error:
-        sys.exit(f"results_table.py: {file}: {error.strerror}")
-    except json.JSONDecodeError as error:
-        sys.exit(f"results_table.py: {file}: not a JSON file: {error}")
+        report = read_report(sys.argv[1])
     except ValueError as error:
-        sys.exit(f"results_table.py: {file}: {error}")
+        sys.exit(f"results_table.py: {error}")
     print(markdown(report))
 
 

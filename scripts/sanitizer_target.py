@@ -35,6 +35,8 @@ CASES = (
 
 
 def main() -> int:
+    if not torch.cuda.is_available():
+        sys.exit("sanitizer_target.py: needs a CUDA device, and PyTorch sees none")
     bad = 0
     for name, overrides in CASES:
         case = make_case(name, seed=1, device="cuda", **overrides)

@@ -11,7 +11,6 @@ and 8K queries at the end of a context of C tokens (4K at the end of 8K). Exit c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.results_table import table
+from scripts.results_table import read_report, table
 
 ROOT = Path(__file__).resolve().parents[1]
 K = 1024
@@ -102,7 +101,10 @@ def main() -> int:
     if files is None:
         code = measure(options.out.resolve(), options.arms.split(","), options.more)
         files = sorted(options.out.glob("arms-*.json"))
-    print(markdown(json.loads(file.read_text()) for file in files))
+    try:
+        print(markdown(read_report(file) for file in files))
+    except ValueError as error:
+        sys.exit(f"scaling.py: {error}")
     return code
 
 

@@ -21,13 +21,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import exact_rows, nrms, sample_rows
 from pageweaver_sglang.bench.arms import PortableArm, prepare_arms
-from pageweaver_sglang.bench.inputs import make_inputs
 from pageweaver_sglang.bench.protocol import Protocol, first_line, measure
 from pageweaver_sglang.cuda import portable
 from pageweaver_sglang.cuda.portable import Tile
+from scripts.gpu_workload import inputs_on_gpu
 
 
 class TileArm(PortableArm):
@@ -55,7 +54,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
 
-    inputs = make_inputs(pw.load_workload(options.workload), "cuda", seed=1)
+    inputs = inputs_on_gpu(parser, options.workload)
     if options.bf16:
         inputs = dataclasses.replace(inputs, k_cache=inputs.k_cache.bfloat16(), v_cache=inputs.v_cache.bfloat16())
     own = portable.tile_of(torch.cuda.get_device_capability(), fp8=not options.bf16)

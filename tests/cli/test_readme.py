@@ -97,6 +97,23 @@ def test_results_table_of_something_else(monkeypatch, tmp_path, content, message
         load_script("results_table").main()
 
 
+@pytest.mark.parametrize("script", ["fit_auto.py", "scaling.py --table", "results_table.py"])
+def test_a_report_that_is_missing(script):
+    name, *options = script.split()
+    command = [sys.executable, str(ROOT / "scripts" / name), *options, "nowhere.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"{name}: nowhere.json: No such file or directory\n"
+
+
+@pytest.mark.parametrize("script", ["tune_portable", "profile_target"])
+def test_a_workload_that_is_missing(script, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [f"{script}.py", "nowhere.npz"])
+    with pytest.raises(SystemExit, match="2"):
+        load_script(script).main()
+    assert "error: nowhere.npz: " in capsys.readouterr().err
+
+
 def test_committed_reports_are_readable():
     """Every committed result of the demo can be printed, and says what it was measured on."""
     results_table = load_script("results_table")

@@ -16,6 +16,7 @@ def report(name: str, tokens: int, context: int, own: float) -> dict:
     arms = {"native": 10 * own, "pageweaver-w64": own}
     times = {arm: {"graph_ms": {"median": t, "min": 0.9 * t, "max": 1.2 * t}} for arm, t in arms.items()}
     return {
+        "environment": {},
         "workload": {"name": name, "tokens": tokens, "seq_lens": [context]},
         "arms": {**times, "pr37236": {"graph_ms": None}},
         "logical": {"counts": {"w64-8": {"visits": 6 * tokens}}},
