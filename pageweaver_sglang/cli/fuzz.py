@@ -63,11 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _engines(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if not set(names) <= set(VARIANTS):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of engines; choose from {', '.join(VARIANTS)}")
     return names
-
-
-_engines.__name__ = "list of engines"  # what argparse calls it in its message
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ def rename_step3() -> None:
 
 def change_forward_extend() -> None:
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **kwargs):
-        raise NotImplementedError
+        raise AssertionError("a backend whose forward_extend has changed must not serve")
 
     minimax_sparse_backend.MiniMaxSparseAttnBackend.forward_extend = forward_extend
 
