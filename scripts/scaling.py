@@ -78,15 +78,17 @@ def markdown(reports: Iterable[dict[str, Any]]) -> str:
     if any(line[1] != names for line in lines):
         raise SystemExit("scaling.py: the reports have different arms")
     header = ["queries", "context", *(f"`{name}`, ms" for name in names), "visits a query", f"`{own}`, ns a query"]
-    order = sorted(lines, key=lambda line: (not line[0]["name"].startswith("queries"), _size(line[0]["name"])))
+    order = sorted(lines, key=lambda line: _kind_and_size(line[0]["name"]))
     return table(
         header,
         [[f"{w['tokens']:,}", f"{max(w['seq_lens']):,}", *cells, visits, ns] for w, _, cells, visits, ns, _ in order],
     )
 
 
-def _size(name: str) -> int:
-    return int(name.rsplit("-", 1)[1].removesuffix("k"))
+def _kind_and_size(name: str) -> tuple[bool, int]:
+    """Sorts queries before contexts, each by thousands; ``name`` is the workload file's path."""
+    kind, _, size = Path(name).stem.partition("-")
+    return kind != "queries", int(size.removesuffix("k"))
 
 
 def main() -> int:

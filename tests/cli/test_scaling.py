@@ -32,12 +32,17 @@ def test_workloads_span_what_they_should():
     assert all(count > 0 and prefix >= 0 for count, prefix in loads.values())
 
 
-def test_table_in_order_with_cost_per_query(tmp_path):
-    reports = [report("context-8k", 4096, 8192, 0.1), report("queries-16k", 16384, 81920, 0.6)]
-    reports.insert(0, report("queries-2k", 2048, 67584, 0.08))
+@pytest.mark.parametrize("folder", ["", "scaling/", "/data/queries-9k/"])
+def test_table_in_order_with_cost_per_query(tmp_path, folder):
+    """Reports name the workload's file as `pageweaver bench` got it: with its folder."""
+    reports = [
+        report(f"{folder}context-8k.npz", 4096, 8192, 0.1),
+        report(f"{folder}queries-16k.npz", 16384, 81920, 0.6),
+    ]
+    reports.insert(0, report(f"{folder}queries-2k.npz", 2048, 67584, 0.08))
     files = []
     for content in reports:
-        files.append(tmp_path / f"arms-{content['workload']['name']}.json")
+        files.append(tmp_path / f"arms-{Path(content['workload']['name']).stem}.json")
         files[-1].write_text(json.dumps(content))
     script = Path(scaling.__file__)
     done = subprocess.run(
