@@ -21,7 +21,7 @@ namespace pw {
 // ---------------------------------------------------------------- Types
 
 struct UnionAttentionParams {
-  const __nv_bfloat16* q;  // [tokens, kv_heads * 16, 128], last stride 1
+  const __nv_bfloat16* q;  // [tokens, kv_heads * heads, 128], last stride 1
   int64_t q_token_stride, q_head_stride;
   __nv_bfloat16* out;  // same shape
   int64_t out_token_stride, out_head_stride;
@@ -31,6 +31,7 @@ struct UnionAttentionParams {
   const int32_t* counts;   // [kv_heads, groups]
   const int32_t* queries;  // [kv_heads, groups, group_size]
   const int32_t* limits;   // [kv_heads, groups, group_size]
+  int heads;  // query heads per KV head, 1 to RowTile::kHeadsPerKvHead
   int groups;
   int max_union;
   float softmax_scale_log2;  // sm_scale * k_scale * log2(e)
@@ -46,7 +47,8 @@ struct UnionAttentionParams {
 
 // The tile every attention kernel here is built for: one warpgroup, 4 queries x 16 heads. Two warps share two queries, half of the heads
 // each: rows 16w + 8r + 0 to 7 are heads 8 (w % 2) + 0 to 7 of query w / 2 + 2r. When one of the two picked a page, both warps work on it
-// and are done in half the time; and the two are not neighbours in the group's order, which pick together most often.
+// and are done in half the time; and the two are not neighbours in the group's order, which pick together most often. With fewer heads per
+// KV head than 16 a query's other rows are zeros that nobody writes; with 8 or fewer, half of the warps have no softmax to do.
 struct RowTile {
   static constexpr int kHeadDim = 128;
   static constexpr int kPageSize = 128;
@@ -67,6 +69,10 @@ struct RowTile {
     return 16 * (2 * (query % 2) + head / kHeadsPerWarp) + 8 * (query / 2) + head % kHeadsPerWarp;
   }
   static_assert(kWarps == kQueries && kHeadsPerWarp == 8, "two warps share two queries");
+  // Which of a page's members a warp has work for: all, or none where its half of the heads is empty.
+  __device__ __forceinline__ static uint32_t members_with_heads(int warp, int heads) {
+    return kHeadsPerWarp * (warp % 2) < heads ? (1u << kQueries) - 1 : 0u;
+  }
 };
 
 // Probabilities are 2^(logit - reference + kProbabilityScaleLog2), summed in fours. While no logit exceeds the row's reference such a
@@ -97,17 +103,17 @@ struct QueryScales {
   __host__ __device__ static constexpr float largest(int candidate) { return candidate == 0 ? 256.0f : candidate == 1 ? 288.0f : kE4m3Max; }
 };
 
-// Brings a query's 16 heads nearer: 32 lines of 128 bytes, one a lane.
+// Brings a query's heads nearer: at most 32 lines of 128 bytes, one a lane.
 __device__ __forceinline__ void prefetch_query(const UnionAttentionParams& p, int query, int kv_head, int lane) {
   constexpr int kLineElements = 128 / sizeof(__nv_bfloat16), kLinesPerHead = RowTile::kHeadDim / kLineElements;
   static_assert(kLinesPerHead * RowTile::kHeadsPerKvHead == 32, "a line a lane");
-  if (query < 0) return;
-  const int head = kv_head * RowTile::kHeadsPerKvHead + lane / kLinesPerHead;
-  ptx::prefetch_to_l2(p.q + query * p.q_token_stride + head * p.q_head_stride + lane % kLinesPerHead * kLineElements);
+  const int head = lane / kLinesPerHead;
+  if (query < 0 || head >= p.heads) return;
+  ptx::prefetch_to_l2(p.q + query * p.q_token_stride + (kv_head * p.heads + head) * p.q_head_stride + lane % kLinesPerHead * kLineElements);
 }
 
-// Quantises the 16 heads of one query, number `place` of the tile, to E4M3 rows of the Q tile and stores each row's softmax scale. Run
-// by a warp, eight lanes a row. `query` < 0: zeros. The candidates' errors are summed in half precision, which is as good for choosing.
+// Quantises the heads of one query, number `place` of the tile, to E4M3 rows of the Q tile and stores each row's softmax scale. Run
+// by a warp, eight lanes a row. `query` < 0, or heads that there are not: zeros. The candidates' errors are summed in half precision, which is as good for choosing.
 // With kTerms 2 a second tile behind the first takes what the first leaves of every value; the scale is a power of two then, so that the
 // two hold all eight bits of a BF16 value.
 template <int kTerms>
@@ -119,11 +125,11 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
   const int part = lane % kLanesPerRow;
   uint4 next[kVectors];
   auto load = [&](int head) {
-    const __nv_bfloat16* row = p.q + query * p.q_token_stride + (kv_head * RowTile::kHeadsPerKvHead + head) * p.q_head_stride;
+    const __nv_bfloat16* row = p.q + query * p.q_token_stride + (kv_head * p.heads + head) * p.q_head_stride;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       next[v] = make_uint4(0, 0, 0, 0);
-      if (query >= 0 && head < RowTile::kHeadsPerKvHead) next[v] = *reinterpret_cast<const uint4*>(row + (v * kLanesPerRow + part) * 8);
+      if (query >= 0 && head < p.heads) next[v] = *reinterpret_cast<const uint4*>(row + (v * kLanesPerRow + part) * 8);
     }
   };
   load(lane / kLanesPerRow);
@@ -455,13 +461,13 @@ __device__ __forceinline__ void write_rows(const UnionAttentionParams& p, const 
   const float v_scale = p.v_scale * (p.v_scale_device ? *p.v_scale_device : 1.0f);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (query[r] < 0) continue;
+    const int head = RowTile::kHeadsPerWarp * (warp % 2) + (lane >> 2);
     float sum = state[r].sum;
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
+    if (query[r] < 0 || head >= p.heads) continue;
     const float norm = sum > 0.0f ? v_scale / sum : 0.0f;
-    const int head = kv_head * RowTile::kHeadsPerKvHead + RowTile::kHeadsPerWarp * (warp % 2) + (lane >> 2);
-    __nv_bfloat16* out = p.out + query[r] * p.out_token_stride + head * p.out_head_stride + 4 * (lane & 3);
+    __nv_bfloat16* out = p.out + query[r] * p.out_token_stride + (kv_head * p.heads + head) * p.out_head_stride + 4 * (lane & 3);
 #pragma unroll
     for (int block = 0; block < RowTile::kHeadDim / 16; ++block) {  // dims 16 block + 4q + {0, 1, 2, 3}
       const float* even = o + 8 * block + 2 * r;

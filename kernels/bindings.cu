@@ -189,8 +189,9 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
                                  tiles.value().size(1) == k_cache.size(0) / pw::RowTile::kPageSize),
           name, "tiles must be [kv_heads, pool pages, 16384]");
   require(!queue.has_value() || queue.value().size(0) == 2 + counts.numel(), name, "queue must be [2 + kv_heads * groups]");
-  require(q.size(1) == 16 * kv_heads && q.size(2) == 128 && k_cache.size(2) == 128, name,
-          "16 query heads per KV head and head dim 128 are built in");
+  require(kv_heads > 0 && q.size(1) % kv_heads == 0 && q.size(1) >= kv_heads && q.size(1) <= pw::RowTile::kHeadsPerKvHead * kv_heads, name,
+          "q must have 1 to 16 heads per KV head");
+  require(q.size(2) == 128 && k_cache.size(2) == 128, name, "head dim 128 is built in");
   require(q.stride(2) == 1 && out.stride(2) == 1 && k_cache.stride(2) == 1 && v_cache.stride(2) == 1, name,
           "the last dimension of q, out, k_cache and v_cache must be contiguous");
   DeviceGuard guard(q);
@@ -207,6 +208,7 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
   params.counts = data<const int32_t>(counts);
   params.queries = data<const int32_t>(queries);
   params.limits = data<const int32_t>(limits);
+  params.heads = static_cast<int>(q.size(1)) / kv_heads;
   params.groups = static_cast<int>(queries.size(1));
   params.max_union = static_cast<int>(pages.size(2));
   params.softmax_scale_log2 = static_cast<float>(sm_scale * k_scale * kLog2E);

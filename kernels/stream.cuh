@@ -407,6 +407,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
     return at;
   };
+  const uint32_t warp_members = RowTile::members_with_heads(warp, p.heads);
   RingPosition<Traits::kGroupSlots> group_ring;
 #pragma unroll 1
   while (true) {
@@ -436,7 +437,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       if constexpr (Traits::kTerms > 1) {
         // Softmax of `page` from S in halves, as they come; frees its K.
         auto softmax_of_halves = [&] {
-          PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
+          PageSoftmax<Traits::kTerms> softmax(page.members() & warp_members, page.first_token(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_some_registers<0, kHalf>(s);
           softmax.template begin<0, kRowValues / 2>(s, state, scale, lane);
@@ -508,7 +509,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::pin_registers(s);
         release(&shared.k_free[at.stage]);
         {
-          PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
+          PageSoftmax<Traits::kTerms> softmax(page.members() & warp_members, page.first_token(), limit, warp);
           softmax.begin(s, state, scale, lane);
           softmax.finish(s, state, scale, o, fragments, lane);
         }
@@ -527,7 +528,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
           ptx::wgmma_commit();
           page = next;
           next = pass(after);
-          PageSoftmax<Traits::kTerms> softmax(page.members(), page.first_token(), limit, warp);
+          PageSoftmax<Traits::kTerms> softmax(page.members() & warp_members, page.first_token(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_registers(s);
           softmax.begin(s, state, scale, lane);

@@ -23,7 +23,7 @@ import pageweaver_sglang as pw
 from tests.generators import make_case
 
 # (case, what differs from it): a tail, holes, several requests, padding; 4 KV heads with more groups than SMs, so that
-# every CTA draws several; a context of 4689 pages of which few are picked.
+# every CTA draws several; a context of 4689 pages of which few are picked; fewer query heads than rows for them.
 CASES = (
     ("tail", {"requests": ((20, 700),), "tail": 37, "kv_heads": 4}),
     ("holes", {"requests": ((40, 900),)}),
@@ -31,6 +31,8 @@ CASES = (
     ("padded", {"requests": ((10, 400), (5, 0)), "padding": 11}),
     ("few_picks", {"requests": ((1100, 300),), "k": 1, "kv_heads": 4}),
     ("past_512_pages", {"requests": ((30, 600_000),)}),
+    ("strided", {"requests": ((70, 900),), "ratio": 8}),
+    ("strided", {"requests": ((33, 500),), "ratio": 3, "kv_heads": 2}),
 )
 
 

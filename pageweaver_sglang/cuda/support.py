@@ -12,7 +12,8 @@ import torch
 
 HEAD_DIM = 128
 PAGE_SIZE = 128
-GQA_RATIO = 16
+MAX_GQA_RATIO = 16
+"""Query heads per KV head, at most."""
 MAX_TOPK = 16
 COMPUTE_CAPABILITY = (9, 0)
 """Hopper's, which the engines ``stream`` and ``union8`` are built for."""
@@ -34,14 +35,10 @@ class _Limits:
     cache_dtypes: tuple[torch.dtype, ...]
     head_dims: tuple[int, ...]
     page_sizes: tuple[int, ...]
-    ratios: tuple[int, ...]
-    """Query heads per KV head."""
 
 
-_HOPPER_LIMITS = _Limits((torch.float8_e4m3fn,), (HEAD_DIM,), (PAGE_SIZE,), (GQA_RATIO,))
-_PORTABLE_LIMITS = _Limits(
-    (torch.float8_e4m3fn, torch.bfloat16), (64, HEAD_DIM), (64, PAGE_SIZE), tuple(range(1, GQA_RATIO + 1))
-)
+_HOPPER_LIMITS = _Limits((torch.float8_e4m3fn,), (HEAD_DIM,), (PAGE_SIZE,))
+_PORTABLE_LIMITS = _Limits((torch.float8_e4m3fn, torch.bfloat16), (64, HEAD_DIM), (64, PAGE_SIZE))
 
 
 def gpu_problem(asked: str, capability: tuple[int, int]) -> str | None:
@@ -162,9 +159,8 @@ def unsupported_reason(
     if k_cache.shape != v_cache.shape:
         return f"v_cache must have the shape of k_cache {list(k_cache.shape)}, got {list(v_cache.shape)}"
     q_heads, kv_heads = q.shape[1], k_cache.shape[1]
-    if kv_heads == 0 or q_heads % kv_heads or q_heads // kv_heads not in limits.ratios:
-        ratios = str(GQA_RATIO) if len(limits.ratios) == 1 else f"{limits.ratios[0]} to {limits.ratios[-1]}"
-        return f"q must have {ratios} query heads per KV head, got {q_heads} for {kv_heads}"
+    if kv_heads == 0 or q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GQA_RATIO:
+        return f"q must have 1 to {MAX_GQA_RATIO} query heads per KV head, got {q_heads} for {kv_heads}"
     if q.shape[2] != k_cache.shape[2]:
         return f"k_cache must have q's head_dim {q.shape[2]}, got {k_cache.shape[2]}"
     if page_size not in limits.page_sizes:

@@ -80,6 +80,8 @@ class Variant:
     """Whether every shape, and scales in tensors or not, are compiled apart."""
 
 
+_HOPPER_SHAPES = (Shape(), Shape(ratio=8), Shape(ratio=4), Shape(ratio=13))
+
 _PORTABLE_SHAPES = (
     Shape(k=16),
     Shape(k=16, page_size=64, cache_dtype=BF16),
@@ -90,9 +92,9 @@ _PORTABLE_SHAPES = (
 )
 
 VARIANTS = {
-    "stream": Variant({"engine": "stream"}, FP8, twin="union8", value_tiles=True),
-    "union8": Variant({"engine": "union8"}, FP8, twin="stream"),
-    "high": Variant({"engine": "stream", "precision": "high"}, HIGH, value_tiles=True),
+    "stream": Variant({"engine": "stream"}, FP8, twin="union8", shapes=_HOPPER_SHAPES, value_tiles=True),
+    "union8": Variant({"engine": "union8"}, FP8, twin="stream", shapes=_HOPPER_SHAPES),
+    "high": Variant({"engine": "stream", "precision": "high"}, HIGH, shapes=_HOPPER_SHAPES, value_tiles=True),
     "portable": Variant(
         {"engine": "portable"}, SIXTEEN_BITS, shapes=_PORTABLE_SHAPES, hopper=False, compiled_apart=True
     ),

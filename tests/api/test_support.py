@@ -46,6 +46,10 @@ ON_A_GPU = "q must be on a CUDA device, got cpu"
         {"q": q(TOKENS, 9856)[:, :8192].view(TOKENS, 64, 128)},
         {"k_cache": cache(256, 2 * KV_HEADS, 128)[:, ::2]},
         {"q": q(0, 64, 128), "topk_idx": torch.zeros(KV_HEADS, 0, 16, dtype=torch.int32)},
+        # Tensor parallelism of 8 and more splits the query heads that share a KV head.
+        {"q": q(TOKENS, 32, 128)},
+        {"q": q(TOKENS, 12, 128)},
+        {"q": q(TOKENS, 4, 128)},
     ],
 )
 def test_covered_calls(changes):
@@ -61,7 +65,7 @@ def test_covered_calls(changes):
         ({"q": q(TOKENS, 64, 128, dtype=torch.float16)}, "q must be bfloat16, got float16"),
         ({"q": q(TOKENS, 128)}, "q must have 3 dimensions, got 2"),
         ({"q": q(TOKENS, 64, 64)}, "q must have head_dim 128, got 64"),
-        ({"q": q(TOKENS, 32, 128)}, "q must have 16 query heads per KV head, got 32 for 4"),
+        ({"q": q(TOKENS, 68, 128)}, "q must have 1 to 16 query heads per KV head, got 68 for 4"),
         ({"q": q(TOKENS, 64, 256)[..., ::2]}, "q must be contiguous along head_dim, got stride 2"),
         ({"q": q(TOKENS, 64 * 132).view(TOKENS, 64, 132)[..., :128]}, "q must have strides that are multiples of 8"),
         ({"q": q(TOKENS, 8196)[:, :8192].view(TOKENS, 64, 128)}, "q must have strides that are multiples of 8"),
@@ -126,19 +130,23 @@ PORTABLE_CALLS = [
     {"k_cache": BF16, "v_cache": BF16},
     {"page_size": 64, "pool_page_size": 64},
     {"page_size": 64, "k_cache": cache(192, KV_HEADS, 128), "v_cache": cache(192, KV_HEADS, 128)},
-    {"q": q(TOKENS, 4, 128)},
-    {"q": q(TOKENS, 20, 128)},
     {"q": q(TOKENS, 64, 64), "k_cache": cache(256, KV_HEADS, 64), "v_cache": cache(256, KV_HEADS, 64)},
 ]
 
 
-@pytest.mark.parametrize("changes", [{}, *PORTABLE_CALLS])
-def test_what_portable_covers(on_gpu, changes):
+EVERY_ENGINES_CALLS = [{}, {"q": q(TOKENS, 4, 128)}, {"q": q(TOKENS, 20, 128)}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_hopper_too"),
+    [*((one, True) for one in EVERY_ENGINES_CALLS), *((one, False) for one in PORTABLE_CALLS)],
+)
+def test_what_portable_covers(on_gpu, changes, on_hopper_too):
     for capability, engine in (((9, 0), "portable"), ((8, 0), "stream"), ((12, 0), "union8"), ((10, 0), "portable")):
         on_gpu(capability)
         assert call(engine=engine, **changes) is None
     on_gpu((9, 0))
-    assert (call(**changes) is None) == (not changes)
+    assert (call(**changes) is None) == on_hopper_too
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import dataclasses
 
 import torch
 
-from pageweaver_sglang.fuzz.build import RATIO, Tensors
+from pageweaver_sglang.fuzz.build import Tensors
 from pageweaver_sglang.fuzz.draw import Call
 
 FP8_ENGINES = ("stream", "union8")
-"""Variants whose arithmetic this is; pages of 128 tokens and 16 query heads per KV head."""
+"""Variants whose arithmetic this is; pages of 128 tokens."""
 
 
 def emulate(call: Call, tensors: Tensors, seed: int = 0) -> torch.Tensor:
@@ -27,15 +27,15 @@ def emulate(call: Call, tensors: Tensors, seed: int = 0) -> torch.Tensor:
     rounded = ((q[..., None] * scales[:, :, None]).to(torch.float8_e4m3fn).float() / scales[:, :, None]).double()
     best = (rounded - q[..., None]).square().sum(dim=2, keepdim=True).argmin(dim=3, keepdim=True)
     q = rounded.gather(3, best.expand(*q.shape, 1)).squeeze(3)
-    q_heads = q.shape[1]
+    ratio = call.shape.ratio
     out = torch.zeros_like(tensors.arguments["q"], dtype=torch.float32, memory_format=torch.contiguous_format)
     scale = (128**-0.5 if call.sm_scale is None else call.sm_scale) * (call.k_scale or 1.0)
     for token in range(call.tokens):
         for head in range(call.kv_heads):
             pages = visible_pages(call, tensors, token, head)
-            heads = slice(head * RATIO, (head + 1) * RATIO)
-            reference = torch.full((RATIO, 1), -torch.inf, dtype=torch.float64)
-            total, gathered = torch.zeros(RATIO, 1, dtype=torch.float64), torch.zeros(RATIO, 128, dtype=torch.float64)
+            heads = slice(head * ratio, (head + 1) * ratio)
+            reference = torch.full((ratio, 1), -torch.inf, dtype=torch.float64)
+            total, gathered = torch.zeros(ratio, 1, dtype=torch.float64), torch.zeros(ratio, 128, dtype=torch.float64)
             for page in torch.randperm(len(pages), generator=random).tolist():
                 k, v = (cache[pages[page], head].double() for cache in (tensors.k_clean, tensors.v_clean))
                 scores = q[token, heads] @ k.T * scale
@@ -48,7 +48,7 @@ def emulate(call: Call, tensors: Tensors, seed: int = 0) -> torch.Tensor:
                 total = total * correction + scaled.sum(dim=1, keepdim=True)
             if pages:
                 out[token, heads] = (gathered / total).float()
-    assert q_heads == call.kv_heads * RATIO
+    assert q.shape[1] == call.kv_heads * ratio
     return (out * (1.0 if call.v_scale is None else call.v_scale)).to(torch.bfloat16)
 
 
