@@ -18,7 +18,9 @@ every compared call within --max-nrms, on every sparse layer; no CUDA error, no 
 flat. For that every process of the server is sampled apart: its growth is the median slope (Theil-Sen) in the second
 half of the samples, times its duration. Each scheduler, where PageWeaver lives, may grow by --max-growth, all other
 processes together (HTTP and tokenizer, detokenizer: SGLang's alone, whose heap large bodies make grow) by
---max-other-growth, and the GPUs by --max-gpu-growth.
+--max-other-growth, and GPU memory by --max-gpu-growth. That is the server's own where nvidia-smi names its schedulers
+in every sample, otherwise (in most containers) all of the GPUs in CUDA_VISIBLE_DEVICES, or of all GPUs where that is
+not set: then nothing else may run on them. The check's name says which.
 
 With --compare-native a server with PAGEWEAVER_MODE=native starts at the same time on the same GPUs (port + 20) and gets
 the same kinds of requests meanwhile; the bounds then count above what that server's processes grow by. Exit code 0 when
@@ -31,6 +33,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import os
 import random
 import re
 import shlex
@@ -79,6 +82,9 @@ FEWEST_SAMPLES = 5
 """Of memory, in the second half: fewer say nothing."""
 SCHEDULER = "scheduler"
 """How the names of the processes begin in which PageWeaver lives, as SGLang calls them."""
+MB_PER_MIB = (1 << 20) / 1e6
+SERVER_ON_GPUS, GPUS = "server on GPUs", "GPUs"
+"""Names of the trends of GPU memory: the server's own, and all that is in use, whoever uses it."""
 FRACTION_OF_TWO = "0.25"
 """`--mem-fraction-static` of two servers that share GPUs."""
 _ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
@@ -260,7 +266,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at a time: seconds since the traffic began, MB of the server's processes and of all GPUs (None: unknown).
+    """Memory at a time: seconds since the traffic began, MB of the server's processes and on the GPUs (None: unknown).
 
     Processes are named as by :func:`process_name`; those of the same name count together.
     """
@@ -269,6 +275,9 @@ class Sample:
     processes: int
     rss_mb: dict[str, float]
     gpu_mb: float | None
+    """By :func:`gpu_mb`."""
+    server_gpu_mb: float | None
+    """By :func:`server_gpu_mb`."""
 
     def of_schedulers(self, which: bool) -> float:
         """MB of the schedulers together, or of all others."""
@@ -298,14 +307,44 @@ def resident_mb(pid: int) -> float:
     return int(found[1]) * 1024 / 1e6 if found else 0.0
 
 
-def gpu_mb() -> float | None:
-    """Memory in use on all GPUs that nvidia-smi shows, whoever uses it; None without it."""
-    command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+def nvidia_smi(*query: str) -> list[list[str]]:
+    """The cells of nvidia-smi's answer, line by line; no lines without it, or when it refuses."""
+    command = ("nvidia-smi", *query, "--format=csv,noheader,nounits")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return sum(float(line) for line in done.stdout.split()) * (1 << 20) / 1e6
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def gpu_mb() -> float | None:
+    """Memory in use on the GPUs in CUDA_VISIBLE_DEVICES (on all, where it is not set), whoever uses it.
+
+    None where nvidia-smi doesn't say, or the variable is empty: the server has no GPU.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
         return None
+    chosen = [] if visible is None else ["-i", visible.replace(" ", "")]
+    try:
+        used = [float(mib) for (mib,) in nvidia_smi("--query-gpu=memory.used", *chosen)]
+    except ValueError:  # "[N/A]", or words
+        return None
+    return sum(used) * MB_PER_MIB if used else None
+
+
+def server_gpu_mb(pids: Sequence[int], schedulers: Sequence[int]) -> float | None:
+    """GPU memory of the processes ``pids``; None where nvidia-smi doesn't say how much each of ``schedulers`` has.
+
+    In a container it shows other process ids than the container's, or none.
+    """
+    try:
+        used = [(int(pid), float(mib)) for pid, mib in nvidia_smi("--query-compute-apps=pid,used_memory")]
+    except ValueError:  # "[N/A]"
+        return None
+    if not schedulers or not set(schedulers) <= {pid for pid, _ in used}:
+        return None
+    return round(sum(mib for pid, mib in used if pid in pids) * MB_PER_MIB, 1)
 
 
 class Sampler(threading.Thread):
@@ -326,12 +365,13 @@ class Sampler(threading.Thread):
             self.died = self._server.exit_code()
             if self.died is not None:
                 return
-            pids, by_name = self._server.pids(), {}
-            for pid in pids:
-                name = process_name(pid, self._server.pid)
+            names = {pid: process_name(pid, self._server.pid) for pid in self._server.pids()}
+            by_name: dict[str, float] = {}
+            for pid, name in names.items():
                 by_name[name] = round(by_name.get(name, 0.0) + resident_mb(pid), 1)
             seconds = round(time.monotonic() - start, 2)
-            self.samples.append(Sample(seconds, len(pids), by_name, gpu_mb()))
+            schedulers = [pid for pid, name in names.items() if name.startswith(SCHEDULER)]
+            self.samples.append(Sample(seconds, len(names), by_name, gpu_mb(), server_gpu_mb(list(names), schedulers)))
             self._stop_sampling.wait(self._interval)
 
     def end(self) -> None:
@@ -372,12 +412,15 @@ def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
 
 
 def trends(samples: Sequence[Sample]) -> dict[str, Trend | None]:
-    """Of every process by its name, of all but the schedulers together (``all but schedulers``), of the ``GPUs``."""
+    """Of every process by its name, of all but the schedulers together (``all but schedulers``), and of GPU memory:
+    SERVER_ON_GPUS where every sample has it, otherwise GPUS."""
+    attributed = bool(samples) and all(one.server_gpu_mb is not None for one in samples)
+    on_gpus = [(one.seconds, one.server_gpu_mb if attributed else one.gpu_mb) for one in samples]
     names = sorted({name for one in samples for name in one.rss_mb})
     return {
         **{name: trend([(one.seconds, one.rss_mb[name]) for one in samples if name in one.rss_mb]) for name in names},
         "all but schedulers": trend([(one.seconds, one.of_schedulers(False)) for one in samples]),
-        "GPUs": trend([(one.seconds, one.gpu_mb) for one in samples if one.gpu_mb is not None]),
+        SERVER_ON_GPUS if attributed else GPUS: trend([(at, mb) for at, mb in on_gpus if mb is not None]),
     }
 
 
@@ -397,7 +440,10 @@ def memory_check(name: str, found: Trend | None, most: float, native: Trend | No
 def memory_checks(
     found: dict[str, Trend | None], native: dict[str, Trend | None] | None, options: argparse.Namespace
 ) -> list[Check]:
-    """Whether each scheduler's memory, the other processes' and the GPUs' was flat, as far as native's was."""
+    """Whether each scheduler's memory, the other processes' and that on the GPUs was flat, as far as native's was.
+
+    All memory on the GPUs counts as it is: it holds both servers'.
+    """
     native = native or {}
     schedulers = [name for name in found if name.startswith(SCHEDULER)] or [SCHEDULER]
     limits = {name: options.max_growth for name in schedulers} | {"all but schedulers": options.max_other_growth}
@@ -406,7 +452,11 @@ def memory_checks(
             memory_check(f"resident memory, {name},", found.get(name), most, native.get(name))
             for name, most in limits.items()
         ),
-        memory_check("GPU memory", found["GPUs"], options.max_gpu_growth),
+        memory_check("GPU memory, all processes,", found[GPUS], options.max_gpu_growth)
+        if GPUS in found
+        else memory_check(
+            "GPU memory, the server's,", found[SERVER_ON_GPUS], options.max_gpu_growth, native.get(SERVER_ON_GPUS)
+        ),
     ]
 
 

@@ -17,11 +17,30 @@ load_script("serve_check")
 soak = load_script("soak")
 
 ROOT = Path(__file__).resolve().parents[2]
-# One line per call in the file that FAKE_SMI names; the memory in use grows by FAKE_GPU_LEAK MiB with each.
+# One line per call in the file that FAKE_SMI names. GPU 0's memory grows by FAKE_GPU_LEAK MiB with each; GPU 1 is there
+# when FAKE_GPU1_LEAK is. FAKE_APPS is what each of the servers' processes has in MiB: CALLS stands for the calls.
 NVIDIA_SMI = """#!/bin/sh
-case "$*" in *memory.used*) ;; *) exit 0 ;; esac
-echo >> "$FAKE_SMI"
-echo $((1000 + ${FAKE_GPU_LEAK:-0} * $(wc -l < "$FAKE_SMI")))
+calls() { wc -l < "$FAKE_SMI"; }
+case "$*" in
+*compute-apps=pid,used_memory*)
+    [ -n "$FAKE_APPS" ] || exit 0
+    echo "1, 70000"
+    for pid in $(cat "$FAKE_PIDS"); do echo "$pid, $(($(echo "$FAKE_APPS" | sed "s/CALLS/$(calls)/")))"; done ;;
+*memory.used*)
+    echo >> "$FAKE_SMI"
+    gpus=0; [ -z "$FAKE_GPU1_LEAK" ] || gpus="0 1"
+    while [ $# -gt 0 ]; do
+        if [ "$1" = -i ]; then gpus=$(echo "$2" | tr , ' '); fi
+        shift
+    done
+    for gpu in $gpus; do
+        case $gpu in
+        0) echo $((1000 + ${FAKE_GPU_LEAK:-0} * $(calls))) ;;
+        1) echo $((2000 + FAKE_GPU1_LEAK * $(calls))) ;;
+        *) echo "No devices were found"; exit 6 ;;
+        esac
+    done ;;
+esac
 """
 KINDS = {
     *("1 token", "2-127 tokens", "common beginning", "burst", "long", "hung up", "hung up in a stream"),
@@ -30,10 +49,8 @@ KINDS = {
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Run against the fake server; returns the exit code and the report."""
-    model = tmp_path / "model"
-    sys.modules["make_tiny_m3"].write_model(model, with_weights=False)
+def smi(tmp_path, monkeypatch):
+    """The path of a stand-in for nvidia-smi, the first on PATH."""
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text(NVIDIA_SMI)
@@ -41,6 +58,16 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SMI", str(tmp_path / "smi"))
     monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "smi").touch()
+    return smi
+
+
+@pytest.fixture
+def run(tmp_path, smi):
+    """Run against the fake server; returns the exit code and the report."""
+    model = tmp_path / "model"
+    sys.modules["make_tiny_m3"].write_model(model, with_weights=False)
 
     def one(*more):
         sizes = ["--burst", "20-60", "--long", "200", "--context", "400", "--concurrency", "3"]
@@ -86,7 +113,8 @@ def test_a_good_server_passes(run):
     [
         ("FAKE_LEAK", "400000", "resident memory, all but schedulers, flat"),
         ("FAKE_SCHEDULER_LEAK", "2000000", "resident memory, scheduler, flat"),
-        ("FAKE_GPU_LEAK", "50", "GPU memory flat"),
+        ("FAKE_GPU_LEAK", "50", "GPU memory, all processes, flat"),
+        ("FAKE_APPS", "500 + 50 * CALLS", "GPU memory, the server's, flat"),
         ("FAKE_NRMS", "6.400%", "NRMS of every compared call at most 4.0% (6.25% below 64 tokens)"),
         ("FAKE_FALLBACK", "1", "no call left to SGLang's Step 3 unexpectedly"),
         ("FAKE_TAKES_ALL", "1", "every request answered, refused or given up as meant"),
@@ -115,6 +143,67 @@ def test_growth_that_native_has_too_is_none_of_pageweavers(run, monkeypatch, lea
     assert growths == ["auto" in leaks_in, "native" in leaks_in]
     for one in (report, native):
         assert "--mem-fraction-static 0.25" in one["command"]
+
+
+@pytest.mark.parametrize(
+    ("grows", "of_a_process", "trend"),
+    [("FAKE_GPU1_LEAK", "", soak.GPUS), ("FAKE_GPU_LEAK", "500", soak.SERVER_ON_GPUS)],
+    ids=["on another GPU", "of another process"],
+)
+def test_gpu_memory_that_is_not_the_servers(run, monkeypatch, grows, of_a_process, trend):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv(grows, "50")
+    monkeypatch.setenv("FAKE_APPS", of_a_process)
+    code, report = run()
+    assert (code, failures(report)) == (0, [])
+    assert {soak.GPUS, soak.SERVER_ON_GPUS} & set(report["memory"]["second_half"]) == {trend}
+    # One GPU, or two processes of the server.
+    assert report["memory"]["second_half"][trend]["first_mb"] == pytest.approx(1000 * 1.048576, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("visible", "mib"), [(None, 3000), ("0", 1000), ("1", 2000), ("1, 0", 3000), ("", None), ("7", None)]
+)
+def test_gpus_that_the_server_may_use(smi, monkeypatch, visible, mib):
+    monkeypatch.setenv("FAKE_GPU1_LEAK", "0")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert soak.gpu_mb() == (None if mib is None else pytest.approx(mib * 1.048576))
+
+
+def test_gpu_memory_by_process(smi, tmp_path, monkeypatch):
+    """None unless nvidia-smi says it of every scheduler."""
+    assert soak.server_gpu_mb([41, 42], [41]) is None, "it shows no processes"
+    (tmp_path / "pids").write_text("41\n42\n")
+    monkeypatch.setenv("FAKE_APPS", "500")
+    assert soak.server_gpu_mb([41, 42, 43], [41]) == pytest.approx(1000 * 1.048576, abs=0.1)
+    assert soak.server_gpu_mb([41], [41]) == pytest.approx(500 * 1.048576, abs=0.1)
+    assert soak.server_gpu_mb([41, 42], []) is None
+    assert soak.server_gpu_mb([41, 43], [41, 43]) is None
+    smi.write_text("#!/bin/sh\necho '41, [N/A]'\n")
+    assert soak.server_gpu_mb([41], [41]) is None
+    assert soak.gpu_mb() is None
+    smi.unlink()
+    monkeypatch.setenv("PATH", str(smi.parent))
+    assert soak.gpu_mb() is None
+
+
+@pytest.mark.parametrize(("attributed", "flat"), [("both", True), ("the last not", False), ("neither", False)])
+def test_gpu_memory_beyond_natives(attributed, flat):
+    """Both servers grow by 120 MB in the second half; what all processes use together is no measure of either."""
+    known = {"both": 61, "the last not": 60, "neither": 0}[attributed]
+    samples = [
+        soak.Sample(t, 1, {"scheduler": 1.0}, 9000.0 + 8 * t, 900.0 + 4 * t if t < known else None) for t in range(61)
+    ]
+    trends = soak.trends(samples)
+    assert (soak.SERVER_ON_GPUS in trends, soak.GPUS in trends) == (known == 61, known < 61)
+    (check,) = (
+        one
+        for one in soak.memory_checks(trends, trends, soak.parse_options(["--compare-native"]))
+        if one.name.startswith("GPU memory")
+    )
+    assert check.ok == flat
+    assert ("beyond native's 120.0" in check.detail) == flat
 
 
 def test_the_server_to_compare_with_dies(run, monkeypatch):
