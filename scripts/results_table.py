@@ -78,9 +78,10 @@ def heading(report: dict[str, Any]) -> str:
     environment, workload = report["environment"], report["workload"]
     gpu = next(iter(environment["gpus"]), None)
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    heads = f", {workload['q_heads'] // workload['kv_heads']} heads per KV head" if "q_heads" in workload else ""
     where = f"{gpu['name']}, driver {gpu['driver_version']}" if gpu else "no GPU"
     return (
-        f"`{workload['name']}`: {workload['tokens']:,} queries, context {max(workload['seq_lens']):,}. {where}. "
+        f"`{workload['name']}`: {workload['tokens']:,} queries{heads}, context {max(workload['seq_lens']):,}. {where}. "
         f"{versions}. Commit {environment['commit']}, {environment['date']}, `{environment['command']}`."
     )
 

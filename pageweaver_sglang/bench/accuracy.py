@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
+from .inputs import Step3Inputs
 
 if TYPE_CHECKING:
     from pageweaver_sglang import UnionPlan
@@ -66,9 +66,9 @@ def union_walk(
     running softmax per query. Together with :func:`exact_rows` it shows that grouping changes nothing.
 
     Returns:
-        token ids int64 ``[n]`` and outputs float64 ``[n, 16, 128]`` of KV head ``kv_head``'s query heads.
+        token ids int64 ``[n]`` and outputs float64 ``[n, query heads, 128]`` of KV head ``kv_head``.
     """
-    page_size, heads = plan.page_size, QUERY_HEADS_PER_KV_HEAD
+    page_size, heads = plan.page_size, inputs.heads_per_kv_head
     offsets = torch.arange(page_size, device=inputs.q.device)
     rows, outputs = [], []
     for group in groups:

@@ -15,7 +15,7 @@ import pageweaver_sglang as pw
 from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.cuda import support
 
-from .inputs import Step3Inputs
+from .inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
 from .protocol import Arm, ArmUnavailable, first_line, raise_if_lost
 
 
@@ -145,7 +145,7 @@ class PublicArm(Arm):
             raise ArmUnavailable(f"engine {engine} does not serve here: {served or 'SGLang'} would")
         self._sets = sets
         pool_pages = _pool_pages(first) if engine == "stream" else None
-        group_size = support.union_group_size(engine, first.q.shape[1] // first.k_cache.shape[1])
+        group_size = support.union_group_size(engine, first.heads_per_kv_head)
         self._space = _workspace(sets, self._config.window, group_size, pool_pages)
 
     def call(self, index: int) -> torch.Tensor:
@@ -200,14 +200,20 @@ class AutoArm(PublicArm):
 
 
 class PortableArm(PublicArm):
-    """The public call by the engine in Triton, which computes in 16 bits."""
+    """The public call by the engine in Triton, which computes in 16 bits.
+
+    Args:
+        heads_per_kv_head: query heads per KV head of the calls, on which the size of its groups depends.
+    """
 
     max_nrms = 0.005
 
-    def __init__(self) -> None:
+    def __init__(self, heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD) -> None:
+        group_size = support.union_group_size(support.PORTABLE, heads_per_kv_head)
         super().__init__(
             "portable",
-            "regrouped inside windows of 64 while it runs, groups of 4, in Triton as on other GPUs (16-bit arithmetic)",
+            f"regrouped inside windows of 64 while it runs, groups of {group_size}, in Triton as on other GPUs (16-bit "
+            "arithmetic)",
             pw.Config(mode="pageweaver", engine="portable"),
         )
 

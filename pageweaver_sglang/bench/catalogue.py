@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pageweaver_sglang.config import Config
 
 from .arms import Bf16CacheArm, NativeArm, PortableArm, comparison_arms
+from .inputs import QUERY_HEADS_PER_KV_HEAD
 from .offline_arms import OfflineArm, ReorderedArm
 from .orders import OFFLINE, FoundOrder
 from .peers.flashinfer import Fa2Arm, XqaArm
@@ -14,6 +15,7 @@ from .peers.native_short import NativeShortArm
 from .peers.page_pair.arm import PagePairArm
 from .peers.pr37236 import Pr37236Arm
 from .protocol import Arm
+from .work import portable_count
 
 _OFFLINE_TEXT = {
     "identity": "original order written out as ids",
@@ -36,8 +38,9 @@ class Entry:
     kind: str = "main"
 
 
-def catalogue(orders: dict[str, FoundOrder]) -> list[Entry]:
+def catalogue(orders: dict[str, FoundOrder], heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD) -> list[Entry]:
     """Every arm in the order of the tables; ``orders`` must hold the offline ones."""
+    portable = portable_count(heads_per_kv_head)
     pageweaver = {arm.name: arm for arm in comparison_arms()}
     entries = [
         Entry(pageweaver.pop("native"), "per-query"),
@@ -45,7 +48,7 @@ def catalogue(orders: dict[str, FoundOrder]) -> list[Entry]:
         Entry(XqaArm(), "per-query"),
         Entry(Fa2Arm(), "per-query"),
         *(Entry(arm, _count_key(name)) for name, arm in pageweaver.items()),
-        Entry(PortableArm(), "w64-4"),
+        Entry(PortableArm(heads_per_kv_head), portable),
         Entry(PagePairArm(), "page-pair", "control"),
     ]
     for name in OFFLINE:
@@ -56,7 +59,7 @@ def catalogue(orders: dict[str, FoundOrder]) -> list[Entry]:
         *entries,
         Entry(NativeShortArm(), "per-query", "apart"),
         Entry(Bf16CacheArm(NativeArm()), "per-query", "apart"),
-        Entry(Bf16CacheArm(PortableArm()), "w64-4", "apart"),
+        Entry(Bf16CacheArm(PortableArm(heads_per_kv_head)), portable, "apart"),
     ]
 
 

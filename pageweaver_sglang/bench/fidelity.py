@@ -74,6 +74,7 @@ def check_arms(
     rows: int | None,
     seed: int,
     device: str = "cuda",
+    heads_per_kv_head: int | None = None,
     on_arm: Callable[[str], None] | None = None,
     on_begin: Callable[[str], None] | None = None,
 ) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, str]]:
@@ -85,6 +86,7 @@ def check_arms(
         rows: how many sampled queries; None for all.
         seed: of the inputs and the sample.
         device: where the arms run.
+        heads_per_kv_head: query heads per KV head, as in :func:`..recorded.heads_of`.
         on_arm: called with an arm's name when it is done with one kind.
         on_begin: called with an arm's name before it begins with one kind.
 
@@ -99,7 +101,7 @@ def check_arms(
     found: dict[str, dict[str, dict[str, float]]] = {}
     reasons: dict[str, str] = {}
     for kind, q_scale in Q_SCALES.items():
-        inputs = inputs_of(workload, device, seed=seed, q_scale=q_scale)
+        inputs = inputs_of(workload, device, seed=seed, q_scale=q_scale, heads_per_kv_head=heads_per_kv_head)
         exact = exact_outputs(inputs, picked)
         where = slice(0, used) if picked is None else picked.to(device)
         for arm in arms:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 HEAD_DIM = 128
 QUERY_HEADS_PER_KV_HEAD = 16
+"""MiniMax-M3's, and the most that the kernels take. A rank that shares its KV head with others has fewer."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,24 @@ class Step3Inputs:
         return replace(self, **moved)
 
     @property
+    def heads_per_kv_head(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.k_cache.shape[1]
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the K and V cache together."""
         return sum(t.numel() * t.element_size() for t in (self.k_cache, self.v_cache))
 
 
-def make_inputs(workload: Workload, device: torch.device | str, *, seed: int = 0, q_scale: float = 1.0) -> Step3Inputs:
+def make_inputs(
+    workload: Workload,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    q_scale: float = 1.0,
+    heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD,
+) -> Step3Inputs:
     """Fill a workload with normally distributed BF16 Q and FP8 E4M3 K/V; the cache's pages lie in random order.
 
     Args:
@@ -56,6 +69,7 @@ def make_inputs(workload: Workload, device: torch.device | str, *, seed: int = 0
         device: where the tensors go.
         seed: of everything random. Equal seeds give equal tensors on the same kind of device.
         q_scale: standard deviation of Q. 1 gives nearly even softmax weights, 4 gives a few dominating ones.
+        heads_per_kv_head: query heads per KV head, at least 1.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -78,7 +92,7 @@ def make_inputs(workload: Workload, device: torch.device | str, *, seed: int = 0
 
     cu_seqlens = workload.cu_seqlens.to(device)
     return Step3Inputs(
-        q=(normal(tokens, kv_heads * QUERY_HEADS_PER_KV_HEAD, HEAD_DIM) * q_scale).to(torch.bfloat16),
+        q=(normal(tokens, kv_heads * heads_per_kv_head, HEAD_DIM) * q_scale).to(torch.bfloat16),
         k_cache=normal(pool * page, kv_heads, HEAD_DIM).to(torch.float8_e4m3fn),
         v_cache=normal(pool * page, kv_heads, HEAD_DIM).to(torch.float8_e4m3fn),
         topk_idx=workload.topk_idx.to(device),

@@ -25,7 +25,12 @@ def pair_plan(workload: pw.Workload) -> tuple[PairPlan, float]:
     return plan, time.perf_counter() - start
 
 
-def logical_report(workload: pw.Workload, name: str, orders: dict[str, FoundOrder] | None = None) -> dict[str, Any]:
+def logical_report(
+    workload: pw.Workload,
+    name: str,
+    orders: dict[str, FoundOrder] | None = None,
+    heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD,
+) -> dict[str, Any]:
     """Counts of one workload.
 
     Returns:
@@ -35,16 +40,16 @@ def logical_report(workload: pw.Workload, name: str, orders: dict[str, FoundOrde
     """
     orders = orders or find_orders(workload)
     plan, seconds = pair_plan(workload)
-    work = work_of(workload)
+    work = work_of(workload, heads_per_kv_head)
     counts = {}
-    for key, count in count_all(workload, orders, plan).items():
+    for key, count in count_all(workload, orders, plan, heads_per_kv_head).items():
         delivered = count.visits * work.page_size * PAGE_BYTES_PER_TOKEN
         counts[key] = {**count.as_dict(), "bytes_delivered": delivered}
         order = orders.get(key.removesuffix("-8"))
         if order is not None:
             counts[key]["search_s"] = order.seconds
     expected = expected_counts(name)
-    sizes = (QUERY_HEADS_PER_KV_HEAD, HEAD_DIM, _BF16_BYTES)
+    sizes = (heads_per_kv_head, HEAD_DIM, _BF16_BYTES)
     return {
         "work": {"picks": work.picks, "visible_keys": work.visible_keys, "useful_flops": work.flops},
         "counts": counts,

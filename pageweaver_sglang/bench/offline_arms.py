@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .arms import Stages
-from .inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
+from .inputs import Step3Inputs
 from .orders import FoundOrder
 from .protocol import Arm
 
@@ -90,6 +90,7 @@ def _move(rows: torch.Tensor, perm: torch.Tensor, out: torch.Tensor) -> None:
     if len(perm) == 1:
         torch.index_select(rows, 0, perm[0], out=out)
         return
+    ratio = rows.shape[1] // len(perm)
     for head, ids in enumerate(perm):
-        heads = slice(head * QUERY_HEADS_PER_KV_HEAD, (head + 1) * QUERY_HEADS_PER_KV_HEAD)
+        heads = slice(head * ratio, (head + 1) * ratio)
         out[:, heads] = rows[:, heads].index_select(0, ids)

@@ -9,6 +9,27 @@ import pageweaver_sglang as pw
 from .inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD, Step3Inputs, make_inputs
 
 
+def heads_of(workload: pw.Workload, asked: int | None = None) -> int:
+    """Query heads per KV head that a workload is measured with.
+
+    Args:
+        workload: recorded queries have a number of their own.
+        asked: for random queries; None for MiniMax-M3's 16.
+
+    Raises:
+        ValueError: the workload's queries have another number than asked for.
+    """
+    if workload.q is None:
+        return asked or QUERY_HEADS_PER_KV_HEAD
+    own = workload.q.shape[1] // workload.topk_idx.shape[0]
+    if asked not in (None, own):
+        raise ValueError(
+            f"--heads-per-kv-head: got {asked}, and the file's recorded queries have {own} per KV head; allowed: to "
+            "leave the option out, or a workload that holds picks only"
+        )
+    return min(own, QUERY_HEADS_PER_KV_HEAD)
+
+
 def why_random(workload: pw.Workload) -> str | None:
     """Why a workload is measured with random tensors around its picks, in a sentence; None when its own are used.
 
@@ -25,9 +46,12 @@ def why_random(workload: pw.Workload) -> str | None:
     for name, default in wanted.items():
         if getattr(w, name) not in (None, default):
             return f"the recorded {name} is {getattr(w, name)}, and the arms are compared at {default:.4g}"
-    heads = QUERY_HEADS_PER_KV_HEAD * w.topk_idx.shape[0]
+    heads = heads_of(w) * w.topk_idx.shape[0]
     if w.q.shape[1:] != (heads, HEAD_DIM):
-        return f"the recorded q is {list(w.q.shape)}, and the kernels take [tokens, {heads}, {HEAD_DIM}]"
+        return (
+            f"the recorded q is {list(w.q.shape)}, and the kernels take 1 to {QUERY_HEADS_PER_KV_HEAD} heads of "
+            f"{HEAD_DIM} per KV head"
+        )
     lacking = missing_pages(w)
     if lacking:
         request, page = lacking[0]
@@ -51,7 +75,14 @@ def missing_pages(workload: pw.Workload) -> list[tuple[int, int]]:
     return sorted(picked - held)
 
 
-def inputs_of(workload: pw.Workload, device: torch.device | str, *, seed: int = 0, q_scale: float = 1.0) -> Step3Inputs:
+def inputs_of(
+    workload: pw.Workload,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    q_scale: float = 1.0,
+    heads_per_kv_head: int | None = None,
+) -> Step3Inputs:
     """One input set.
 
     Args:
@@ -59,9 +90,14 @@ def inputs_of(workload: pw.Workload, device: torch.device | str, *, seed: int = 
         device: where the tensors go.
         seed: of random tensors; for recorded ones, of the places of the pages in the pool (0: as they were written).
         q_scale: factor of Q.
+        heads_per_kv_head: query heads per KV head, as in :func:`heads_of`.
+
+    Raises:
+        ValueError: as in :func:`heads_of`.
     """
+    heads = heads_of(workload, heads_per_kv_head)
     if why_random(workload) is not None:
-        return make_inputs(workload, device, seed=seed, q_scale=q_scale)
+        return make_inputs(workload, device, seed=seed, q_scale=q_scale, heads_per_kv_head=heads)
     arguments = workload.attention_arguments(device)
     for name in ("sm_scale", "k_scale", "v_scale"):
         arguments.pop(name, None)

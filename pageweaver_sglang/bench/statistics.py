@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .protocol import Mode
+from .report.files import heads_in
 
 COLUMNS: dict[str, tuple[str, Mode]] = {
     "cold_ms": ("cold", "eager"),
@@ -106,11 +107,14 @@ def compare_runs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[st
         ratio is 1 % higher); ``largest``, the largest absolute difference; ``only_in_one``, arms that one run lacks.
 
     Raises:
-        ValueError: different workloads, or no arm in both that ratios can refer to.
+        ValueError: different workloads or numbers of heads, or no arm in both that ratios can refer to.
     """
     names = [report["workload"]["name"] for report in (first, second)]
     if names[0] != names[1]:
         raise ValueError(f"the reports are of different workloads, {names[0]} and {names[1]}")
+    heads = [heads_in(report) for report in (first, second)]
+    if heads[0] != heads[1]:
+        raise ValueError(f"the reports are of different heads, {heads[0]} and {heads[1]} query heads per KV head")
     base = base_arm(first, second)
     if base is None:
         raise ValueError("neither native nor union8 was timed in both reports")

@@ -14,7 +14,7 @@ from . import compare
 from .arms import prepare_arms, release, stage_arms
 from .catalogue import Entry, catalogue
 from .fidelity import Q_SCALES, check_arms
-from .inputs import Step3Inputs
+from .inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
 from .logical import logical_report
 from .orders import find_orders
 from .protocol import Arm, Protocol, Timing, measure, sets_for_cold_cache
@@ -34,6 +34,7 @@ class Settings:
 
     ``rows``: queries compared with float64, None for all. ``arms``: names, None for all. ``columns``: timings, of
     :data:`..statistics.COLUMNS`. ``without``: arms to leave out, with the reason for the report.
+    ``heads_per_kv_head``: query heads per KV head, what :func:`..recorded.heads_of` says of the workload.
     """
 
     protocol: Protocol = field(default_factory=Protocol)
@@ -42,6 +43,7 @@ class Settings:
     arms: tuple[str, ...] | None = None
     columns: tuple[str, ...] = tuple(COLUMNS)
     without: Mapping[str, str] = field(default_factory=dict)
+    heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,16 @@ class Progress:
     begin: Callable[[str | None], None] = lambda name: None
 
 
-def make_sets(workload: pw.Workload, seed: int, l2_bytes: int, device: str) -> list[Step3Inputs]:
+def make_sets(
+    workload: pw.Workload, seed: int, l2_bytes: int, device: str, heads_per_kv_head: int
+) -> list[Step3Inputs]:
     """Enough input sets of equal picks and different tensors that cold calls find nothing in L2."""
-    first = inputs_of(workload, device, seed=seed)
-    count = sets_for_cold_cache(first.kv_bytes, l2_bytes)
-    return [first, *(inputs_of(workload, device, seed=seed + i) for i in range(1, count))]
+
+    def one(number: int) -> Step3Inputs:
+        return inputs_of(workload, device, seed=seed + number, heads_per_kv_head=heads_per_kv_head)
+
+    first = one(0)
+    return [first, *(one(number) for number in range(1, sets_for_cold_cache(first.kv_bytes, l2_bytes)))]
 
 
 APART_COLUMNS = ("cold_ms", "graph_ms")
@@ -123,11 +130,11 @@ def run_workload(
     ``rounds`` in ms), ``rates``, ``notes``.
     """
     progress = progress or Progress()
-    device = compare.DEVICE
+    device, heads = compare.DEVICE, settings.heads_per_kv_head
     progress.stage("Finding orders and counting pages on the CPU", 1)
     orders = find_orders(workload)
-    logical = logical_report(workload, name, orders)
-    entries = [e for e in catalogue(orders) if settings.arms is None or e.arm.name in settings.arms]
+    logical = logical_report(workload, name, orders, heads)
+    entries = [e for e in catalogue(orders, heads) if settings.arms is None or e.arm.name in settings.arms]
     progress.step("orders")
 
     without = {e.arm.name: settings.without[e.arm.name] for e in entries if e.arm.name in settings.without}
@@ -139,13 +146,14 @@ def run_workload(
         rows=settings.rows,
         seed=settings.seed,
         device=device,
+        heads_per_kv_head=heads,
         on_arm=progress.step,
         on_begin=progress.begin,
     )
     progress.begin(None)
     reasons |= without
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = make_sets(workload, settings.seed, l2_bytes, device)
+    sets = make_sets(workload, settings.seed, l2_bytes, device, heads)
     able = [e.arm for e in entries if e.arm.name not in reasons]
     apart = {e.arm.name for e in entries if e.kind == "apart"}
     timed, notes, failed = time_arms(sets, able, settings, progress, "Timing arms", apart)
@@ -153,7 +161,7 @@ def run_workload(
     parts, _, part_reasons = time_arms(sets, stages, settings, progress, "Timing PageWeaver's kernels alone")
     part_reasons |= {arm.name: settings.without[arm.name] for arm in stage_arms() if arm.name in settings.without}
 
-    arms, work = {}, work_of(workload)
+    arms, work = {}, work_of(workload, heads)
     for entry in entries:
         arm = entry.arm.name
         columns = {column: summary(timing.rounds_ms) for column, timing in timed.get(arm, {}).items()}

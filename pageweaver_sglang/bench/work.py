@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.cuda.support import PORTABLE, union_group_size
 from pageweaver_sglang.reference.layout import page_counts, per_token, positions, support_sets
 
 from .inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD
@@ -23,17 +24,18 @@ PAGE_BYTES_PER_TOKEN = 2 * HEAD_DIM
 class Work:
     """Of one call: (query, KV head, page) triples that count, and the keys in them that queries see.
 
-    ``flops`` are the useful ones: two products with every visible key for each of 16 query heads, nothing masked.
+    ``flops`` are the useful ones: two products with every visible key for each query head, nothing masked.
     """
 
     picks: int
     visible_keys: int
     page_size: int
+    heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD
 
     @property
     def flops(self) -> int:
         """Useful floating-point operations."""
-        return 4 * HEAD_DIM * QUERY_HEADS_PER_KV_HEAD * self.visible_keys
+        return 4 * HEAD_DIM * self.heads_per_kv_head * self.visible_keys
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class PageCount:
         return asdict(self)
 
 
-def work_of(workload: pw.Workload) -> Work:
+def work_of(workload: pw.Workload, heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD) -> Work:
     """Count a workload's picks and visible keys; pages wholly behind a query count as neither."""
     w = workload
     tokens = w.topk_idx.shape[1]
@@ -59,7 +61,7 @@ def work_of(workload: pw.Workload) -> Work:
     limit = torch.minimum(positions(bounds, tokens, w.prefix_lens), per_token(bounds, tokens, w.seq_lens, 0) - 1)
     supports = support_sets(w.topk_idx, page_counts(bounds, tokens, w.seq_lens, w.page_size))
     keys = (limit[:, None] + 1 - supports * w.page_size).clamp(min=0, max=w.page_size).masked_fill(supports < 0, 0)
-    return Work(int((keys > 0).sum()), int(keys.sum()), w.page_size)
+    return Work(int((keys > 0).sum()), int(keys.sum()), w.page_size, heads_per_kv_head)
 
 
 def union_count(workload: pw.Workload, perm: torch.Tensor | None, group_size: int) -> PageCount:
@@ -82,15 +84,29 @@ def pair_count(work: Work, plan: PairPlan) -> PageCount:
     return PageCount(visits, None, work.picks / visits if visits else 0.0)
 
 
-def count_all(workload: pw.Workload, orders: dict[str, FoundOrder], plan: PairPlan) -> dict[str, PageCount]:
-    """Counts by key: ``per-query``, ``ORDER-8`` for every order, ``original-4``, ``w64-4`` and ``page-pair``."""
+def portable_count(heads_per_kv_head: int) -> str:
+    """Key of the pages that the engine ``portable`` loads: its groups are larger where there are fewer heads."""
+    return f"w64-{union_group_size(PORTABLE, heads_per_kv_head)}"
+
+
+def count_all(
+    workload: pw.Workload,
+    orders: dict[str, FoundOrder],
+    plan: PairPlan,
+    heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD,
+) -> dict[str, PageCount]:
+    """Counts by key: ``per-query``, ``ORDER-8`` for all orders, ``original-4``, ``page-pair``, :func:`portable_count`.
+
+    For 16 heads per KV head the last one is ``w64-4``.
+    """
     work, w = work_of(workload), workload
-    options = {"window": 64, "group_size": 4, "page_size": w.page_size, "guard": "window"}
-    fours = pw.regroup(w.topk_idx, w.cu_seqlens, w.prefix_lens, **options)
+    size = union_group_size(PORTABLE, heads_per_kv_head)
+    options = {"window": 64, "group_size": size, "page_size": w.page_size, "guard": "window"}
+    order = pw.regroup(w.topk_idx, w.cu_seqlens, w.prefix_lens, **options)
     counts = {
         "per-query": per_query_count(work),
         "original-4": union_count(workload, None, 4),
-        "w64-4": union_count(workload, fours, 4),
+        portable_count(heads_per_kv_head): union_count(workload, order, size),
     }
     counts |= {f"{name}-8": union_count(workload, order.perm, 8) for name, order in orders.items()}
     return {**counts, "page-pair": pair_count(work, plan)}

@@ -6,6 +6,7 @@ import argparse
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from rich.markup import escape
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench import environment, supervision
+from pageweaver_sglang.bench.inputs import QUERY_HEADS_PER_KV_HEAD
 from pageweaver_sglang.bench.protocol import ArmUnavailable, DeviceLost, Protocol
+from pageweaver_sglang.bench.recorded import heads_of
 from pageweaver_sglang.bench.report import files, page, plots
 from pageweaver_sglang.bench.screening import load_for_bench
 from pageweaver_sglang.bench.statistics import COLUMNS, compare_runs
@@ -30,7 +33,8 @@ HELP = """measure every arm on one or more workloads and write a report
 Needs an H100 or H200; --reference counts pages on any machine instead. Every arm is compared with a float64
 reference before it is timed; one that is off is refused, one that can't run says why. PageWeaver's own arms must run.
 Measures in a process of its own: an arm that crashes or hangs it is left out, and the others are measured again.
-Writes arms-WORKLOAD.json as soon as a workload is measured, then PNG plots and report.html, to the output folder.
+Writes arms-WORKLOAD.json as soon as a workload is measured (arms-WORKLOAD-8heads.json with 8 query heads per KV head),
+then PNG plots and report.html, to the output folder.
 Exit code 0: all is well. 1: a check failed. 2: nothing could be measured (bad workload, no such GPU, bad file)."""
 
 DEFAULT_WORKLOAD = "ctx64k_a"
@@ -69,6 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"timings to take (default: {','.join(COLUMNS)})",
     )
     add_protocol_options(parser)
+    parser.add_argument(
+        "--heads-per-kv-head",
+        type=_heads,
+        metavar="N",
+        help=f"query heads per KV head of random Q, 1 to {QUERY_HEADS_PER_KV_HEAD} (default: "
+        f"{QUERY_HEADS_PER_KV_HEAD}; recorded queries have their own)",
+    )
     parser.add_argument("--full", action="store_true", help="compare all queries with float64 (minutes)")
     parser.add_argument(
         "--patience",
@@ -98,6 +109,12 @@ def _columns(text: str) -> tuple[str, ...]:
     return names
 
 
+def _heads(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= QUERY_HEADS_PER_KV_HEAD:
+        raise argparse.ArgumentTypeError(f"must be an integer in 1..{QUERY_HEADS_PER_KV_HEAD}, got {text!r}")
+    return int(text)
+
+
 class _Refused(Exception):
     """Nothing can be measured; the message says why."""
 
@@ -120,15 +137,34 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
 
 
-def load_all(names: Sequence[str]) -> list[tuple[str, pw.Workload]]:
-    """Read and check every workload before anything runs; name (of a recorded one) or path, and contents."""
+@dataclass(frozen=True)
+class _Loaded:
+    """A workload: its name (of a recorded one) or path, its contents, and query heads per KV head."""
+
+    name: str
+    workload: pw.Workload
+    heads: int
+
+    @property
+    def label(self) -> str:
+        """What its report is called."""
+        return files.label(self.name, self.heads)
+
+
+def load_all(arguments: argparse.Namespace) -> list[_Loaded]:
+    """Read and check every workload before anything runs."""
     loaded = []
-    for given in names or [DEFAULT_WORKLOAD]:
+    for given in arguments.inputs or [DEFAULT_WORKLOAD]:
         path = find_workload(given)
         recorded = path.stem in (given, *workload_names())
-        loaded.append((path.stem if recorded else str(path), load_for_bench(path)))
-    stems = [Path(name).stem for name, _ in loaded]
-    twice = sorted({stem for stem in stems if stems.count(stem) > 1})
+        workload = load_for_bench(path)
+        try:
+            heads = heads_of(workload, arguments.heads_per_kv_head)
+        except ValueError as error:
+            raise _Refused(f"{path}: {error}") from None
+        loaded.append(_Loaded(path.stem if recorded else str(path), workload, heads))
+    labels = [one.label for one in loaded]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise _Refused(f"two workloads are called {', '.join(twice)}: their reports would overwrite each other")
     return loaded
@@ -136,7 +172,8 @@ def load_all(names: Sequence[str]) -> list[tuple[str, pw.Workload]]:
 
 def measure_all(arguments: argparse.Namespace, console: Console) -> int:
     """Measure (or count) every workload, write as it goes, and build the report."""
-    names = [name for name, _ in load_all(arguments.inputs)]
+    labels = {one.name: one.label for one in load_all(arguments)}
+    names = list(labels)
     written: list[str] = []
     trouble = None
     if arguments.reference:
@@ -153,7 +190,7 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> int:
             )
         except supervision.Crashed as error:
             trouble = str(error)
-    targets = [arguments.out / files.file_name_of(name, measured=not arguments.reference) for name in written]
+    targets = [arguments.out / files.file_name_of(labels[name], measured=not arguments.reference) for name in written]
     reports, missing = files.read_reports(targets), [name for name in names if name not in written]
     if reports:
         write_outputs(reports, arguments.out, console)
@@ -166,9 +203,9 @@ def measure_all(arguments: argparse.Namespace, console: Console) -> int:
 
 def count_workloads(arguments: argparse.Namespace, console: Console) -> None:
     """The logical comparison of every workload."""
-    for name, workload in load_all(arguments.inputs):
-        sizes = _announce(name, workload, console)
-        found = count_one(workload, name, console)
+    for one in load_all(arguments):
+        sizes = _announce(one, console)
+        found = count_one(one, console)
         _hand_over(_whole_report(found, sizes, arguments, environment.command_line()), arguments, console)
 
 
@@ -189,25 +226,27 @@ def measure_workloads(
 
     with console.status("Measuring what this GPU can do at best"):
         ceilings = measure_ceilings()
-    for name, workload in load_all(arguments.inputs):
-        if name not in names:
+    for one in load_all(arguments):
+        if one.name not in names:
             continue
-        sizes = _announce(name, workload, console)
+        sizes = _announce(one, console)
         try:
-            found = measure_one(workload, name, arguments, without, ceilings, console, report)
+            found = measure_one(one, arguments, without, ceilings, console, report)
         except DeviceLost:
             raise
         except Exception:  # arms are isolated already; whatever it is, the other workloads are still worth measuring
-            console.print(f"FAILED: {name}\n{traceback.format_exc()}", style="bold red", markup=False, highlight=False)
+            console.print(
+                f"FAILED: {one.name}\n{traceback.format_exc()}", style="bold red", markup=False, highlight=False
+            )
             continue
         whole = _whole_report({**found, "kernel_build_s": build_seconds}, sizes, arguments, command)
         _hand_over(whole, arguments, console)
-        report.done(name)
+        report.done(one.name)
 
 
-def _announce(name: str, workload: pw.Workload, console: Console) -> dict[str, Any]:
-    sizes = describe_workload(name, workload)
-    console.print(f"[bold]Workload {escape(name)}[/]: {sentence(sizes)}")
+def _announce(one: _Loaded, console: Console) -> dict[str, Any]:
+    sizes = describe_workload(one.name, one.workload, one.heads)
+    console.print(f"[bold]Workload {escape(one.name)}[/]: {sentence(sizes)}")
     return sizes
 
 
@@ -254,19 +293,18 @@ def prepare_gpu() -> float:
         raise ValueError(f"{error}.") from error
 
 
-def count_one(workload: pw.Workload, name: str, console: Console) -> dict[str, Any]:
+def count_one(one: _Loaded, console: Console) -> dict[str, Any]:
     """The logical comparison of one workload."""
     from pageweaver_sglang.bench.logical import logical_report
 
     with console.status("Finding orders and counting pages"):
-        logical = logical_report(workload, name)
+        logical = logical_report(one.workload, one.name, heads_per_kv_head=one.heads)
     failures = [f"count {difference}" for difference in logical["differences"] or []]
     return {"format": files.FORMATS[1], "logical": logical, "failures": failures}
 
 
 def measure_one(
-    workload: pw.Workload,
-    name: str,
+    one: _Loaded,
     arguments: argparse.Namespace,
     without: dict[str, str],
     ceilings: dict[str, Any] | None,
@@ -283,6 +321,7 @@ def measure_one(
         arms=arguments.arms,
         columns=arguments.columns,
         without=without,
+        heads_per_kv_head=one.heads,
     )
     start = time.monotonic()
     with tables.progress_bar(console) as bar:
@@ -298,7 +337,7 @@ def measure_one(
         def on_step(name: str) -> None:
             bar.update(task, advance=1, description=f"{stage[0]}: {name}")
 
-        return run_workload(workload, name, settings, Progress(on_stage, on_step, report.begins), ceilings)
+        return run_workload(one.workload, one.name, settings, Progress(on_stage, on_step, report.begins), ceilings)
 
 
 def write_outputs(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.bench.counts import OrderCount, count_orders, differences
+from pageweaver_sglang.bench.inputs import QUERY_HEADS_PER_KV_HEAD
 from pageweaver_sglang.bench.protocol import ArmUnavailable, Protocol, Timing
 from pageweaver_sglang.bench.workloads import WorkloadNotFound, expected_counts, find_workload, workload_names
 
@@ -94,13 +95,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def describe_workload(name: str, workload: pw.Workload) -> dict[str, Any]:
+def describe_workload(
+    name: str, workload: pw.Workload, heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD
+) -> dict[str, Any]:
     """Sizes of a workload, for the report."""
     kv_heads, tokens, topk = workload.topk_idx.shape
     return {
         "name": name,
         "tokens": tokens,
         "kv_heads": kv_heads,
+        "q_heads": kv_heads * heads_per_kv_head,
         "topk": topk,
         "page_size": workload.page_size,
         "cu_seqlens": workload.cu_seqlens.tolist(),
@@ -114,7 +118,8 @@ def sentence(sizes: dict[str, Any]) -> str:
     requests, kv_heads = len(sizes["seq_lens"]), sizes["kv_heads"]
     return (
         f"{sizes['tokens']:,} query tokens in {requests} request{'s' * (requests != 1)} (context up to "
-        f"{max(sizes['seq_lens']):,} tokens), {kv_heads} KV head{'s' * (kv_heads != 1)}, up to {sizes['topk']} pages "
+        f"{max(sizes['seq_lens']):,} tokens), {kv_heads} KV head{'s' * (kv_heads != 1)}, "
+        f"{sizes['q_heads'] // kv_heads} query heads per KV head, up to {sizes['topk']} pages "
         f"of {sizes['page_size']} tokens per query"
     )
 

@@ -31,6 +31,7 @@ def small_workload():
 def attend_plan(q, k_cache, v_cache, plan, out, req_to_token, slot_ids, cu_seqlens):
     """Attention from a plan alone (masks, pages, queries, limits), densely over each request's positions."""
     kv_heads, _, size = plan.queries.shape
+    ratio = q.shape[1] // kv_heads
     position = torch.arange(req_to_token.shape[1])
     for head in range(kv_heads):
         # Row -1 takes what belongs to empty slots and to the -1 behind a union.
@@ -41,7 +42,7 @@ def attend_plan(q, k_cache, v_cache, plan, out, req_to_token, slot_ids, cu_seqle
             group, entry = ((plan.masks[head].int() >> slot) & 1).nonzero(as_tuple=True)
             picked[query[group], plan.pages[head, group, entry].long()] = True
             limits[query] = plan.limits[head, :, slot].long()
-        heads = slice(head * 16, (head + 1) * 16)
+        heads = slice(head * ratio, (head + 1) * ratio)
         for request, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
             cells = req_to_token[int(slot_ids[request])].long()
             visible = picked[start:end, position // plan.page_size] & (position <= limits[start:end, None])

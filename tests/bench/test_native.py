@@ -42,6 +42,10 @@ def test_tuned_on_the_measured_size_once_per_size(tuned_on, small_workload):
     assert not tuned_on.kernel.cache_results
     arm.prepare([native_short.shorten(sets[0], 60)])
     assert tuned_on.tunings == [111, 60]
+    # Other heads are another size, as one process measures workloads of several.
+    for heads, tunings in ((8, 3), (8, 3), (4, 4)):
+        arm.prepare([make_inputs(small_workload, "cpu", heads_per_kv_head=heads)])
+        assert len(tuned_on.tunings) == tunings
 
 
 def test_the_short_choice_stays_apart(tuned_on, small_workload):

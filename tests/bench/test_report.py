@@ -124,6 +124,9 @@ def test_comparison_of_two_runs():
     assert compare_runs(first, second)["only_in_one"] == ["page-pair"]
     with pytest.raises(ValueError, match="different workloads, ctx_made_up and other"):
         compare_runs(first, synthetic_report("other"))
+    second["workload"]["q_heads"] = 8
+    with pytest.raises(ValueError, match="different heads, 16 and 8 query heads per KV head"):
+        compare_runs(first, second)
 
 
 def test_compare_command(tmp_path, capsys):

@@ -15,7 +15,7 @@ import torch
 
 from pageweaver_sglang.flashinfer import xqa
 
-from ..inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD, Step3Inputs
+from ..inputs import HEAD_DIM, Step3Inputs
 from ..protocol import Arm, ArmUnavailable, first_line
 from .page_tables import PageTables
 
@@ -34,13 +34,11 @@ class _FlashInferArm(Arm):
         first = sets[0]
         self._sets = sets
         self._tables = [PageTables(s) for s in sets]
-        self._kv_heads = first.topk_idx.shape[0]
+        self._kv_heads, self._ratio = first.topk_idx.shape[0], first.heads_per_kv_head
         # Zeros: nobody writes padding rows.
         self._out = torch.zeros_like(first.q, memory_format=torch.contiguous_format)
         # Of one KV head: the kernels want contiguous outputs, which a slice of several heads isn't.
-        self._part = torch.empty(
-            len(first.q), QUERY_HEADS_PER_KV_HEAD, HEAD_DIM, dtype=first.q.dtype, device=first.q.device
-        )
+        self._part = torch.empty(len(first.q), self._ratio, HEAD_DIM, dtype=first.q.dtype, device=first.q.device)
         try:
             self._ready()
             self.call(0)
@@ -53,7 +51,7 @@ class _FlashInferArm(Arm):
         s, tables = self._sets[index], self._tables[index]
         used = slice(0, tables.tokens)
         for head in range(self._kv_heads):
-            heads = slice(head * QUERY_HEADS_PER_KV_HEAD, (head + 1) * QUERY_HEADS_PER_KV_HEAD)
+            heads = slice(head * self._ratio, (head + 1) * self._ratio)
             pages = tuple(
                 cache.unflatten(0, (-1, s.page_size))[:, :, head : head + 1] for cache in (s.k_cache, s.v_cache)
             )
@@ -158,7 +156,7 @@ class Fa2Arm(_FlashInferArm):
             start,
             indices,
             tail,
-            QUERY_HEADS_PER_KV_HEAD,
+            self._ratio,
             1,
             HEAD_DIM,
             self._sets[0].page_size,

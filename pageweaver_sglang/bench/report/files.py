@@ -7,17 +7,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..inputs import QUERY_HEADS_PER_KV_HEAD
+
 FORMATS = ("pageweaver-bench 1", "pageweaver-logical 1")
 
 
+def heads_in(report: Mapping[str, Any]) -> int:
+    """Query heads per KV head of a report; one that doesn't say so is of a version that had 16 only."""
+    sizes = report["workload"]
+    return sizes["q_heads"] // sizes["kv_heads"] if "q_heads" in sizes else QUERY_HEADS_PER_KV_HEAD
+
+
+def label(workload: str, heads_per_kv_head: int) -> str:
+    """A workload's name without its folder, with the number of heads behind it unless that is MiniMax-M3's 16."""
+    more = "" if heads_per_kv_head == QUERY_HEADS_PER_KV_HEAD else f"-{heads_per_kv_head}heads"
+    return Path(workload).stem + more
+
+
+def label_of(report: Mapping[str, Any]) -> str:
+    """The same for a report: what its file and its figures are called."""
+    return label(report["workload"]["name"], heads_in(report))
+
+
 def file_name(report: Mapping[str, Any]) -> str:
-    """``arms-WORKLOAD.json`` for a measured report, ``logical-WORKLOAD.json`` for counts alone."""
-    return file_name_of(report["workload"]["name"], measured="arms" in report)
+    """``arms-LABEL.json`` for a measured report, ``logical-LABEL.json`` for counts alone; see :func:`label`."""
+    return file_name_of(label_of(report), measured="arms" in report)
 
 
-def file_name_of(workload: str, *, measured: bool) -> str:
-    """The same for a workload's name or path."""
-    return f"{'arms' if measured else 'logical'}-{Path(workload).stem}.json"
+def file_name_of(label: str, *, measured: bool) -> str:
+    """The same for a label."""
+    return f"{'arms' if measured else 'logical'}-{label}.json"
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:

@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from ..statistics import base_arm, ratios_to, span
-from .plots import interleaved, missing, short_name
+from .files import heads_in, label_of
+from .plots import interleaved, missing
 
 Report = Mapping[str, Any]
 
@@ -183,11 +184,12 @@ def _page_pair(report: Report) -> str:
 
 
 def _section(report: Report, figures: Mapping[str, bytes]) -> str:
-    name, sizes = short_name(report), report["workload"]
+    name, sizes = label_of(report), report["workload"]
     parts = [
         f"<h2>{escape(name)}</h2>",
         f"<p>{sizes['tokens']:,} query tokens in {len(sizes['seq_lens'])} request(s), "
         f"context up to {max(sizes['seq_lens']):,} tokens, {sizes['kv_heads']} KV head(s), "
+        f"{heads_in(report)} query heads per KV head, "
         f"up to {sizes['topk']} pages per query.</p>",
         *(f'<p class="bad">Failed: {escape(failure)}</p>' for failure in report["failures"]),
     ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..orders import OFFLINE
+from .files import label_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,11 +37,6 @@ def missing() -> str | None:
     except ImportError:
         return MISSING
     return None
-
-
-def short_name(report: Report) -> str:
-    """A workload's name without its folder."""
-    return Path(report["workload"]["name"]).stem
 
 
 def _colour(arm: str) -> str:
@@ -142,7 +137,7 @@ def saving_figure(reports: Sequence[Report]) -> bytes | None:
         axes.plot(
             [net], [place], marker="D", color="black", markersize=4, linestyle="", label="net" if place == 0 else None
         )
-    labels = [f"{short_name(report)}, {row['order']}" for report, row in rows]
+    labels = [f"{label_of(report)}, {row['order']}" for report, row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=0.8)
@@ -154,7 +149,7 @@ def saving_figure(reports: Sequence[Report]) -> bytes | None:
 
 def interleaved(reports: Sequence[Report]) -> list[Report]:
     """Reports on the sets that favour page-pair, named like ``make-workload``'s presets; all where there is none."""
-    return [report for report in reports if short_name(report).startswith("page-pair")] or list(reports)
+    return [report for report in reports if label_of(report).startswith("page-pair")] or list(reports)
 
 
 def page_pair_figure(reports: Sequence[Report]) -> bytes | None:
@@ -176,7 +171,7 @@ def page_pair_figure(reports: Sequence[Report]) -> bytes | None:
         axes.barh(places, values, height=0.25, color=_colour(name), label=name)
         for place, value in zip(places, values, strict=True):
             axes.text(value, place, f" {value:.3f}" if measured else f" {value:,.0f}", va="center", fontsize=7)
-    axes.set_yticks(range(len(measured or chosen)), [short_name(report) for report in measured or chosen], fontsize=8)
+    axes.set_yticks(range(len(measured or chosen)), [label_of(report) for report in measured or chosen], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("ms per call (CUDA Graph, cold caches)" if measured else "pages loaded per call", fontsize=8)
@@ -194,7 +189,7 @@ def all_figures(reports: Sequence[Report]) -> dict[str, bytes]:
         figures["savings"] = saving_figure(reports)
     figures["page-pair"] = page_pair_figure(reports)
     for report in reports:
-        name = short_name(report)
+        name = label_of(report)
         figures[f"arms-{name}"] = arms_figure(report)
         figures[f"offline-{name}"] = offline_figure(report)
         figures[f"visits-{name}"] = visits_figure(report)

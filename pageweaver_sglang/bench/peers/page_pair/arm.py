@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from ...inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
+from ...inputs import Step3Inputs
 from ...protocol import Arm, ArmUnavailable, CudaClock, first_line
-from .pairing import PairPlan, pair_pages
+from .pairing import TILE, PairPlan, pair_pages
+
+HEADS = tuple(heads for heads in (1, 2, 4, 8, 16) if heads * TILE >= 16)
+"""Query heads per KV head: the kernels' tiles have a power of two of rows, and tensor cores want 16."""
 
 
 class PagePairArm(Arm):
@@ -24,6 +27,10 @@ class PagePairArm(Arm):
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Pair the pages and allocate the workspace."""
+        heads = sets[0].heads_per_kv_head
+        if heads not in HEADS:
+            allowed = ", ".join(map(str, HEADS))
+            raise ArmUnavailable(f"page-pair takes {allowed} query heads per KV head, got {heads}")
         try:
             from .kernels import page_pair_attention
         except ImportError as error:
@@ -37,7 +44,7 @@ class PagePairArm(Arm):
         # The plan holds logical pages only, so that one serves every set.
         self._plan: PairPlan = plan.to(first.q.device)
         self._out = torch.empty_like(first.q, memory_format=torch.contiguous_format)
-        shape = (*plan.counts.shape, max(plan.max_partials, 1), QUERY_HEADS_PER_KV_HEAD)
+        shape = (*plan.counts.shape, max(plan.max_partials, 1), heads)
         self._part = torch.empty(*shape, first.q.shape[2], dtype=first.q.dtype, device=first.q.device)
         self._log_sum = torch.empty(shape, dtype=torch.float32, device=first.q.device)
         try:
@@ -77,7 +84,7 @@ class PagePairArm(Arm):
 
     def notes(self) -> dict[str, Any]:
         """The pairing's time and counts, and the workspace for partial outputs."""
-        sizes = (QUERY_HEADS_PER_KV_HEAD, self._out.shape[2], self._out.element_size())
+        sizes = (self._sets[0].heads_per_kv_head, self._out.shape[2], self._out.element_size())
         return {
             "search_s": self._search_s,
             "warps": self._warps,
