@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """Write a tiny MiniMax-M3 with random weights and an offline byte-level tokenizer, for serve_check.py.
 
-    make_tiny_m3.py OUT_DIR [--no-weights]
+    make_tiny_m3.py OUT_DIR [--q-heads 64] [--kv-heads 4] [--no-weights]
 
 6 layers, the first 2 with dense attention and MLP; 64 query heads, 4 KV heads, head dim 128, the 16 best pages of 128
 tokens for every query. It says nothing sensible: it is there to drive a real server's scheduler, cache and sparse
 attention. The weights come from a fixed seed on the CPU. With --no-weights, serve it with SGLang's
 `--load-format dummy`.
+
+Every KV head has an index head, which picks its pages, as in MiniMax-M3. With `--tp` above the KV heads, SGLang gives
+several ranks the same KV head and the same index head, and each rank a share of the query heads: 16 query heads and
+1 KV head are with `--tp 2` on a rank what MiniMax-M3 is with `--tp 8`, and 8 query heads and 1 KV head on one GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +26,12 @@ if TYPE_CHECKING:
 DENSE_LAYERS = 2
 LAYERS = 6
 SPARSE = [0] * DENSE_LAYERS + [1] * (LAYERS - DENSE_LAYERS)
-INDEX_HEADS, INDEX_DIM = 4, 128
+INDEX_DIM = 128
+Q_HEADS, KV_HEADS = 64, 4
 SPECIAL_TOKENS = {"bos": ("<s>", 256), "eos": ("</s>", 257), "pad": ("<pad>", 258)}
 CONTEXT = 131072
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["MiniMaxM3SparseForCausalLM"],
     "model_type": "minimax_m2",
     "dtype": "bfloat16",
@@ -34,8 +39,8 @@ CONFIG = {
     "intermediate_size": 256,  # of each expert, and of the shared expert
     "dense_intermediate_size": 1024,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
+    "num_attention_heads": Q_HEADS,
+    "num_key_value_heads": KV_HEADS,
     "head_dim": 128,
     "rotary_dim": 64,
     "rope_theta": 5000000.0,
@@ -60,7 +65,7 @@ CONFIG = {
     "sparse_attention_config": {
         "sparse_attention_freq": SPARSE,
         "sparse_disable_index_value": SPARSE,
-        "sparse_num_index_heads": INDEX_HEADS,
+        "sparse_num_index_heads": KV_HEADS,
         "sparse_index_dim": INDEX_DIM,
         "sparse_block_size": 128,
         "sparse_topk_blocks": 16,
@@ -69,6 +74,21 @@ CONFIG = {
         "sparse_score_type": "max",
     },
 }
+
+
+def config(q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS) -> dict[str, Any]:
+    """The model's configuration with that many heads, index heads included.
+
+    Raises:
+        ValueError: the query heads can't be dealt out to the KV heads.
+    """
+    if kv_heads < 1:
+        raise ValueError(f"--kv-heads: got {kv_heads}; allowed: an integer of at least 1")
+    if q_heads < 1 or q_heads % kv_heads:
+        raise ValueError(f"--q-heads: got {q_heads}; allowed: a multiple of --kv-heads, {kv_heads}, of at least 1")
+    sparse = CONFIG["sparse_attention_config"] | {"sparse_num_index_heads": kv_heads}
+    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
+    return CONFIG | heads | {"sparse_attention_config": sparse}
 
 
 def byte_letters() -> dict[int, str]:
@@ -122,15 +142,16 @@ def tokenizer_config() -> dict:
     }
 
 
-def weights() -> dict[str, torch.Tensor]:
+def weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """All weights by their checkpoint names: normal, scaled by fan-in; norms near their neutral value."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    hidden, expert = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    dense, head_dim = CONFIG["dense_intermediate_size"], CONFIG["head_dim"]
-    q_width, kv_width = (CONFIG[key] * head_dim for key in ("num_attention_heads", "num_key_value_heads"))
-    experts, vocabulary = CONFIG["num_local_experts"], CONFIG["vocab_size"]
+    hidden, expert = config["hidden_size"], config["intermediate_size"]
+    dense, head_dim = config["dense_intermediate_size"], config["head_dim"]
+    q_width, kv_width = (config[key] * head_dim for key in ("num_attention_heads", "num_key_value_heads"))
+    index_width = config["sparse_attention_config"]["sparse_num_index_heads"] * INDEX_DIM
+    experts, vocabulary = config["num_local_experts"], config["vocab_size"]
     tensors: dict[str, torch.Tensor] = {}
 
     def add(name: str, *shape: int, std: float | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -162,7 +183,7 @@ def weights() -> dict[str, torch.Tensor]:
         if not SPARSE[layer]:
             add_mlp(f"{prefix}.mlp", dense)
             continue
-        add(f"{attention}.index_q_proj.weight", INDEX_HEADS * INDEX_DIM, hidden)
+        add(f"{attention}.index_q_proj.weight", index_width, hidden)
         add(f"{attention}.index_k_proj.weight", INDEX_DIM, hidden)
         add(f"{attention}.index_q_norm.weight", INDEX_DIM, std=0.01)
         add(f"{attention}.index_k_norm.weight", INDEX_DIM, std=0.01)
@@ -177,12 +198,13 @@ def weights() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_model(folder: Path, *, with_weights: bool = True) -> None:
-    """Write the checkpoint into ``folder`` (made when it is missing)."""
+def write_model(folder: Path, *, q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS, with_weights: bool = True) -> None:
+    """Write the checkpoint into ``folder`` (made when it is missing). Raises ValueError as :func:`config` does."""
+    settings = config(q_heads, kv_heads)
     folder.mkdir(parents=True, exist_ok=True)
     special = {f"{name}_token_id": number for name, (_, number) in SPECIAL_TOKENS.items()}
     for name, content in (
-        ("config.json", CONFIG),
+        ("config.json", settings),
         ("generation_config.json", special),
         ("tokenizer.json", tokenizer()),
         ("tokenizer_config.json", tokenizer_config()),
@@ -191,15 +213,21 @@ def write_model(folder: Path, *, with_weights: bool = True) -> None:
     if with_weights:
         from safetensors.torch import save_file
 
-        save_file(weights(), str(folder / "model.safetensors"), metadata={"format": "pt"})
+        save_file(weights(settings), str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--q-heads", type=int, default=Q_HEADS, help="default: %(default)s")
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="default: %(default)s")
     parser.add_argument("--no-weights", action="store_true", help="configuration and tokenizer only")
     arguments = parser.parse_args()
-    write_model(arguments.out, with_weights=not arguments.no_weights)
+    heads = {"q_heads": arguments.q_heads, "kv_heads": arguments.kv_heads}
+    try:
+        write_model(arguments.out, **heads, with_weights=not arguments.no_weights)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"wrote {arguments.out}")
 
 

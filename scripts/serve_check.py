@@ -4,12 +4,17 @@
     serve_check.py                                          # one GPU; modes auto, pageweaver, union8, native
     serve_check.py --modes pageweaver --stock               # one mode, and SGLang without PageWeaver (fa3)
     serve_check.py --layouts tp2,tp2dp2,tp2pad:pageweaver --jobs 7     # two GPUs, all servers at the same time
+    serve_check.py --layouts tp2rep                         # two GPUs that share a KV head, as in M3's `--tp 8`
+    serve_check.py --q-heads 8 --kv-heads 1                 # on one GPU the heads that such a rank has
     serve_check.py -- --mem-fraction-static 0.4             # more arguments for the server
 
 A layout says how the server spreads the model: `tpN` is tensor parallelism over N GPUs, `tpNdpM` DP attention on top of
 it (M data-parallel attention ranks of N/M GPUs each), and `pad` behind it makes SGLang pad batches to a multiple of the
-attention ranks (`--moe-dense-tp-size N`), as DP attention with several GPUs per rank does by itself. Modes behind a
-colon (`tp2:pageweaver+native`) are that layout's, instead of --modes.
+attention ranks (`--moe-dense-tp-size N`), as DP attention with several GPUs per rank does by itself. `rep` behind it
+(before `pad`) takes a model of its own, with half as many KV heads as an attention rank has GPUs and 16 query heads for
+each: two GPUs have the same KV head and 8 query heads each, as every rank of MiniMax-M3 with `--tp 8`. Modes behind a
+colon (`tp2:pageweaver+native`) are that layout's, instead of --modes. Models of other heads than MiniMax-M3's 64 and 4
+lie beside --model, with `-q8kv1` and the like behind the name.
 
 For each layout and mode it starts `python -m sglang.launch_server --attention-backend pageweaver` (the page size is
 left to the plugin) with PAGEWEAVER_MODE=<mode> and PAGEWEAVER_VERIFY_EVERY=1, so that every rank computes every Step 3
@@ -18,10 +23,10 @@ Prompts go one after the other, with DP attention to each rank in turn while the
 of mixed lengths at the same time, queued up behind a long prompt so that the scheduler packs them together.
 
 Checked, on every rank: the STATUS line; PageWeaver served Step 3 on every sparse layer, with no call left to SGLang's
-function; NRMS of every compared call at most --max-nrms; padded rows zero. And: every request answered; with DP
-attention that the rank a prompt was sent to served it alone; no error in the log; the servers gone afterwards; first
-tokens that agree with the native mode, or are near-ties there; with --fresh-cache that all processes together compiled
-the kernels once. Exit code 0 when all of it holds.
+function; the rank's heads in every compared call, and an NRMS of at most --max-nrms; padded rows zero. And: every
+request answered; with DP attention that the rank a prompt was sent to served it alone; no error in the log; the servers
+gone afterwards; first tokens that agree with the native mode, or are near-ties there; with --fresh-cache that all
+processes together compiled the kernels once. Exit code 0 when all of it holds.
 """
 
 from __future__ import annotations
@@ -43,6 +48,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import make_tiny_m3
 
 from pageweaver_sglang.bench import environment
 from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, random_prompt
@@ -71,8 +79,8 @@ PREFIX = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?P<ranks>(?: [A-Z_]+\d+)*
 # What the plugin logs (pageweaver_sglang/plugin: backend.status_line, step3.Step3; cuda/loader.py).
 VERIFY = re.compile(
     r"pageweaver verify: layer (?P<layer>\d+) call \d+ tokens (?P<tokens>\d+) requests (?P<requests>\d+) "
-    r"kv_heads (?P<kv_heads>\d+) nrms (?P<nrms>[\d.]+|nan|inf)%? max error (?P<max_error>[^ ]+) "
-    r"cosine (?P<cosine>-?[\d.]+|nan)(?: skipped rows (?P<skipped>\d+))?"
+    r"q_heads (?P<q_heads>\d+) kv_heads (?P<kv_heads>\d+) nrms (?P<nrms>[\d.]+|nan|inf)%? "
+    r"max error (?P<max_error>[^ ]+) cosine (?P<cosine>-?[\d.]+|nan)(?: skipped rows (?P<skipped>\d+))?"
 )
 PADDING = re.compile(r"pageweaver padding: layer (?P<layer>\d+) rows (?P<rows>\d+) not zero (?P<not_zero>\d+)")
 SUMMARY = re.compile(r"pageweaver calls: \{(?P<calls>[^}]*)\} fallbacks: \{(?P<fallbacks>.*?)\}( |$)")
@@ -83,23 +91,52 @@ ERROR = re.compile(
 EXCERPT = re.compile(r"pageweaver[: ]|fired up and ready|Prefill batch|attention_backend=|" + ERROR.pattern)
 
 
+def in_words(q_heads: int, kv_heads: int) -> str:
+    return f"{q_heads} query head{'s' * (q_heads != 1)} and {kv_heads} KV head{'s' * (kv_heads != 1)}"
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How a server spreads the model over GPUs: ``tp`` ranks, ``dp`` of them data-parallel in attention."""
+    """How a server spreads the model over GPUs: ``tp`` ranks, ``dp`` of them data-parallel in attention.
+
+    ``rep``: the model is one of which two GPUs share each KV head.
+    """
 
     name: str
     tp: int
     dp: int = 1
     pad: bool = False
+    rep: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Layout:
         """Read a name such as ``tp4dp2``. Raises ValueError for another form, or where M does not divide N."""
-        found = re.fullmatch(r"tp([1-9]\d*)(?:dp([1-9]\d*))?(pad)?", name)
+        found = re.fullmatch(r"tp([1-9]\d*)(?:dp([1-9]\d*))?(rep)?(pad)?", name)
         tp, dp = (int(found[1]), int(found[2] or 1)) if found else (1, 2)
-        if tp % dp:
-            raise ValueError(f"{name!r} is not of the form tpN, tpNdpM (M divides N) or either with pad behind it")
-        return cls(name, tp, dp, bool(found[3]))
+        rep = bool(found and found[3])
+        if tp % (2 * dp if rep else dp):
+            raise ValueError(
+                f"{name!r} is not of the form tpN, tpNdpM (M divides N) or either with rep (N/M even), pad or reppad "
+                "behind it"
+            )
+        return cls(name, tp, dp, bool(found[4]), rep)
+
+    def heads(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
+        """Query and KV heads of the model: those given, unless the layout has its own."""
+        size = self.tp // self.dp
+        return (8 * size, size // 2) if self.rep else (q_heads, kv_heads)
+
+    def problem(self, q_heads: int, kv_heads: int) -> str | None:
+        """Why SGLang can't deal these heads out to the GPUs of an attention rank; None when it can."""
+        size = self.tp // self.dp
+        if q_heads % size or (kv_heads % size and size % kv_heads):
+            return f"{in_words(q_heads, kv_heads)} can't be dealt out to {size} GPUs"
+        return None
+
+    def heads_of_a_rank(self, q_heads: int, kv_heads: int) -> tuple[int, int]:
+        """What tensor parallelism leaves one rank of the model's heads; ranks share KV heads that are too few."""
+        size = self.tp // self.dp
+        return q_heads // size, max(1, kv_heads // size)
 
     @property
     def pads(self) -> bool:
@@ -143,6 +180,7 @@ class RankFacts:
         """For the report."""
         return {
             "status": self.status,
+            "q_heads": sorted({int(call["q_heads"]) for call in self.verified}),
             "kv_heads": sorted({int(call["kv_heads"]) for call in self.verified}),
             "calls_by_layer": self.calls_by_layer,
             "fallbacks": self.fallbacks,
@@ -190,6 +228,7 @@ def parse_log(text: str) -> LogFacts:
                     "layer": int(found["layer"]),
                     "tokens": int(found["tokens"]),
                     "requests": int(found["requests"]),
+                    "q_heads": int(found["q_heads"]),
                     "kv_heads": int(found["kv_heads"]),
                     "nrms": nrms if nrms == nrms else float("inf"),
                     "max_error": float(found["max_error"]),
@@ -226,6 +265,12 @@ def sparse_layers(model: Path) -> list[int]:
     return [layer for layer, sparse in enumerate(frequency) if sparse]
 
 
+def heads_of(model: Path) -> tuple[int, int]:
+    """Query and KV heads of the model."""
+    config = json.loads((model / "config.json").read_text())
+    return config["num_attention_heads"], config["num_key_value_heads"]
+
+
 @dataclass
 class Check:
     """One thing that had to hold."""
@@ -243,9 +288,10 @@ def by_rank(values: Iterable[tuple[str, Any]]) -> str:
 
 
 def launch_checks(
-    layout: Layout, mode: str, facts: LogFacts, requests: list[dict[str, Any]], layers: list[int], max_nrms: float
+    layout: Layout, mode: str, facts: LogFacts, requests: list[dict[str, Any]], model: Path, max_nrms: float
 ) -> list[Check]:
     """What had to hold in one launch."""
+    layers, heads = sparse_layers(model), layout.heads_of_a_rank(*heads_of(model))
     failed = [f"{r['name']}: {r['error']}" for r in requests if "error" in r]
     checks = [
         Check(
@@ -280,6 +326,11 @@ def launch_checks(
         (name, f"{len(rank.verified)} calls, largest {largest[name]:.3%}" if name in largest else "no call compared")
         for name, rank in ranks.items()
     )
+    seen = {name: {(call["q_heads"], call["kv_heads"]) for call in rank.verified} for name, rank in ranks.items()}
+    counted = by_rank(
+        (name, ", ".join(in_words(*heads) for heads in sorted(found)) or "no call compared")
+        for name, found in seen.items()
+    )
     most = max((call["requests"] for rank in ranks.values() for call in rank.verified), default=0)
     checks += [
         Check("PageWeaver served every sparse layer", not missing, served),
@@ -288,6 +339,11 @@ def launch_checks(
             f"NRMS of every compared call at most {max_nrms:.1%}",
             len(largest) == len(ranks) and max(largest.values()) <= max_nrms,
             compared,
+        ),
+        Check(
+            f"every compared call had a rank's {in_words(*heads)}",
+            all(found == {heads} for found in seen.values()),
+            counted,
         ),
         Check("a call with several requests was compared", most > 1, f"largest: {most} requests"),
     ]
@@ -419,6 +475,14 @@ class Launch:
         return f"{self.layout.name}-{self.mode}"
 
 
+def model_of(options: argparse.Namespace, layout: Layout) -> Path:
+    """The folder of a layout's model."""
+    q_heads, kv_heads = layout.heads(options.q_heads, options.kv_heads)
+    if (q_heads, kv_heads) == (make_tiny_m3.Q_HEADS, make_tiny_m3.KV_HEADS):
+        return options.model
+    return options.model.with_name(f"{options.model.name}-q{q_heads}kv{kv_heads}")
+
+
 def server_command(options: argparse.Namespace, launch: Launch) -> list[str]:
     """The server's command line; ``--server-cmd`` replaces the program, its arguments stay."""
     program = shlex.split(options.server_cmd) if options.server_cmd else [sys.executable, "-m", "sglang.launch_server"]
@@ -427,7 +491,7 @@ def server_command(options: argparse.Namespace, launch: Launch) -> list[str]:
     if launch.layout.tp > 1 and launch.layout.dp == 1:
         # SGLang would pick a free port and take it half a minute later, when another server may have got it.
         address += ["--nccl-port", str(launch.port + PORT_STEP // 2)]
-    model = ["--model-path", str(options.model)]
+    model = ["--model-path", str(model_of(options, launch.layout))]
     return [
         *(*program, *model, *address, *SERVER_ARGUMENTS, *launch.layout.arguments(), *backend),
         *options.server_arguments,
@@ -510,8 +574,8 @@ def run_launch(
         "verified": [{"rank": name, **call} for name, rank in ranks.items() for call in rank.verified],
         "log": excerpts(text),
     }
-    layers = sparse_layers(options.model)
-    checks = launch_checks(launch.layout, launch.mode, facts, result["requests"], layers, options.max_nrms)
+    model = model_of(options, launch.layout)
+    checks = launch_checks(launch.layout, launch.mode, facts, result["requests"], model, options.max_nrms)
     checks.insert(0, Check("server started and ended cleanly", "failed" not in result, result.get("failed", "")))
     result["checks"] = [asdict(check) for check in checks]
     say("checked: " + ("ok" if all(check.ok for check in checks) else "FAILED"))
@@ -610,8 +674,17 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", type=Path, default=Path("build/m3tiny"), help="made when it is missing (default: %(default)s)"
     )
+    parser.add_argument(
+        "--q-heads",
+        type=int,
+        default=make_tiny_m3.Q_HEADS,
+        help="of the model, where its layout has no other (default: %(default)s)",
+    )
+    parser.add_argument("--kv-heads", type=int, default=make_tiny_m3.KV_HEADS, help="likewise (default: %(default)s)")
     parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES), help=f"default: {','.join(MODES)}")
-    parser.add_argument("--layouts", default="tp1", help="tpN, tpNdpM, with pad or without (default: %(default)s)")
+    parser.add_argument(
+        "--layouts", default="tp1", help="tpN, tpNdpM, with rep or pad or without (default: %(default)s)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="servers at the same time (default: %(default)s)")
     parser.add_argument(
         "--fresh-cache", action="store_true", help="start on an empty kernel cache, which all servers share"
@@ -663,6 +736,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         }
     except ValueError as error:
         parser.error(f"--layouts: {error}")
+    try:
+        make_tiny_m3.config(options.q_heads, options.kv_heads)
+    except ValueError as error:
+        parser.error(str(error))
+    for layout in options.layouts:
+        if problem := layout.problem(*layout.heads(options.q_heads, options.kv_heads)):
+            parser.error(f"--layouts: {layout.name}: {problem}")
     if unknown := sorted({mode for modes in options.layouts.values() for mode in modes} - {*MODES, STOCK}):
         parser.error(f"--modes, --layouts: {', '.join(unknown)}: choose from {', '.join(MODES)}")
     if options.jobs < 1:
@@ -680,13 +760,16 @@ def run(
     options: argparse.Namespace,
     check: Callable[[argparse.Namespace, Callable[[str], None]], dict[str, Any]],
     print_report: Callable[[dict[str, Any], Callable[[str], None]], None],
+    models: dict[Path, tuple[int, int]],
 ) -> int:
-    """Make the tiny model if it is missing, check, and write and print the report; returns the exit code."""
-    if not (options.model / "config.json").exists():
-        from make_tiny_m3 import write_model
+    """Make the tiny models that are missing, check, and write and print the report; returns the exit code.
 
-        say(f"writing the tiny model to {options.model}")
-        write_model(options.model)
+    ``models``: query and KV heads by folder.
+    """
+    for folder, (q_heads, kv_heads) in models.items():
+        if not (folder / "config.json").exists():
+            say(f"writing a tiny model with {in_words(q_heads, kv_heads)} to {folder}")
+            make_tiny_m3.write_model(folder, q_heads=q_heads, kv_heads=kv_heads)
     # End the server too when this script is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = check(options, say)
@@ -698,7 +781,9 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(parse_options(argv), check_all, print_report)
+    options = parse_options(argv)
+    models = {model_of(options, layout): layout.heads(options.q_heads, options.kv_heads) for layout in options.layouts}
+    return run(options, check_all, print_report, models)
 
 
 if __name__ == "__main__":

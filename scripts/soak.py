@@ -51,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import serve_check
+from make_tiny_m3 import KV_HEADS, Q_HEADS
 from serve_check import (
     COMPILING,
     PORT_STEP,
@@ -754,7 +755,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return serve_check.run(parse_options(argv), soak, print_report)
+    options = parse_options(argv)
+    return serve_check.run(options, soak, print_report, {options.model: (Q_HEADS, KV_HEADS)})
 
 
 if __name__ == "__main__":

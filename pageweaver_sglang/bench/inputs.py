@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 HEAD_DIM = 128
 QUERY_HEADS_PER_KV_HEAD = 16
-"""MiniMax-M3's, and the most that the kernels take. A rank that shares its KV head with others has fewer."""
+"""MiniMax-M3's. A rank that shares its KV head with others has fewer."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.cuda.support import MAX_GQA_RATIO
 
 from .inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD, Step3Inputs, make_inputs
 
@@ -27,7 +28,7 @@ def heads_of(workload: pw.Workload, asked: int | None = None) -> int:
             f"--heads-per-kv-head: got {asked}, and the file's recorded queries have {own} per KV head; allowed: to "
             "leave the option out, or a workload that holds picks only"
         )
-    return min(own, QUERY_HEADS_PER_KV_HEAD)
+    return min(own, MAX_GQA_RATIO)
 
 
 def why_random(workload: pw.Workload) -> str | None:
@@ -49,7 +50,7 @@ def why_random(workload: pw.Workload) -> str | None:
     heads = heads_of(w) * w.topk_idx.shape[0]
     if w.q.shape[1:] != (heads, HEAD_DIM):
         return (
-            f"the recorded q is {list(w.q.shape)}, and the kernels take 1 to {QUERY_HEADS_PER_KV_HEAD} heads of "
+            f"the recorded q is {list(w.q.shape)}, and the kernels take 1 to {MAX_GQA_RATIO} heads of "
             f"{HEAD_DIM} per KV head"
         )
     lacking = missing_pages(w)

@@ -23,6 +23,7 @@ from pageweaver_sglang.bench.report import files, page, plots
 from pageweaver_sglang.bench.screening import load_for_bench
 from pageweaver_sglang.bench.statistics import COLUMNS, compare_runs
 from pageweaver_sglang.bench.workloads import WorkloadNotFound, find_workload, workload_names
+from pageweaver_sglang.cuda.support import MAX_GQA_RATIO
 
 from . import bench_tables as tables
 from .demo import describe_workload, sentence
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads-per-kv-head",
         type=_heads,
         metavar="N",
-        help=f"query heads per KV head of random Q, 1 to {QUERY_HEADS_PER_KV_HEAD} (default: "
+        help=f"query heads per KV head of random Q, 1 to {MAX_GQA_RATIO} (default: "
         f"{QUERY_HEADS_PER_KV_HEAD}; recorded queries have their own)",
     )
     parser.add_argument("--full", action="store_true", help="compare all queries with float64 (minutes)")
@@ -110,8 +111,8 @@ def _columns(text: str) -> tuple[str, ...]:
 
 
 def _heads(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= QUERY_HEADS_PER_KV_HEAD:
-        raise argparse.ArgumentTypeError(f"must be an integer in 1..{QUERY_HEADS_PER_KV_HEAD}, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_GQA_RATIO:
+        raise argparse.ArgumentTypeError(f"must be an integer in 1..{MAX_GQA_RATIO}, got {text!r}")
     return int(text)
 
 

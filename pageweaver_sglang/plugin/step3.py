@@ -353,11 +353,12 @@ class Step3:
             return
         self.stats.last_verification = verification
         logger.info(
-            "pageweaver verify: layer %d call %d tokens %d requests %d kv_heads %d %s",
+            "pageweaver verify: layer %d call %d tokens %d requests %d q_heads %d kv_heads %d %s",
             layer_id,
             self.stats.calls,
             call["q"].shape[0],
             call["cu_seqlens"].shape[0] - 1,
+            call["q"].shape[1],
             call["k_cache"].shape[1],
             verification,
         )

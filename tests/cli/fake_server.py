@@ -46,6 +46,14 @@ def ranks(dp_rank: int | None = None) -> list[str]:
     return every if dp_rank is None else every[dp_rank * size : (dp_rank + 1) * size]
 
 
+def heads_of_a_rank() -> tuple[int, int]:
+    """Query and KV heads, as SGLang's M3 deals them out; FAKE_HEADS is taken off the query heads."""
+    config = json.loads((Path(options.model_path) / "config.json").read_text())
+    size = options.tp // options.dp
+    q_heads, kv_heads = config["num_attention_heads"] // size, max(1, config["num_key_value_heads"] // size)
+    return q_heads - int(os.environ.get("FAKE_HEADS", 0)), kv_heads
+
+
 def wrong_with(text: bytes) -> str | None:
     """Why SGLang would refuse a body, or None."""
     try:
@@ -87,12 +95,13 @@ class Handler(BaseHTTPRequestHandler):
             return
         if os.environ.get("PAGEWEAVER_MODE", "native") != "native":
             nrms = os.environ.get("FAKE_NRMS", "2.671%")
+            q_heads, kv_heads = heads_of_a_rank()
             serving = ranks(None if "FAKE_WANDERS" in os.environ else body.get("routed_dp_rank"))
             for rank in serving if "FAKE_LAZY" not in os.environ else serving[:1]:
                 for layer in LAYERS:
                     log(
                         f"pageweaver verify: layer {layer} call {Handler.calls} tokens {len(prompt)} requests 2 "
-                        f"kv_heads 4 nrms {nrms} max error 4.883e-02 cosine 0.999643",
+                        f"q_heads {q_heads} kv_heads {kv_heads} nrms {nrms} max error 4.883e-02 cosine 0.999643",
                         rank,
                     )
                     counts = {layer: Handler.calls for layer in LAYERS}
@@ -162,6 +171,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--attention-backend")
+    parser.add_argument("--model-path")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--moe-dense-tp-size", type=int)

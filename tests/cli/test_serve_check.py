@@ -72,6 +72,7 @@ def test_all_modes_pass(arguments, tmp_path, monkeypatch):
     assert list(woven["ranks"]) == ["TP0"]
     rank = woven["ranks"]["TP0"]
     assert rank["verified_calls"] == 20
+    assert (rank["q_heads"], rank["kv_heads"]) == ([64], [4])
     assert rank["nrms"]["max"] == pytest.approx(0.02671)
     assert rank["calls_by_layer"] == {"2": 5, "3": 5, "4": 5, "5": 5}
     stock = report["launches"]["tp1-stock"]
@@ -88,6 +89,7 @@ def test_all_modes_pass(arguments, tmp_path, monkeypatch):
     [
         ("FAKE_NRMS", "4.100%", "NRMS of every compared call at most 4.0%"),
         ("FAKE_NRMS", "nan%", "NRMS of every compared call at most 4.0%"),
+        ("FAKE_HEADS", "8", "every compared call had a rank's 64 query heads and 4 KV heads"),
         ("FAKE_FALLBACK", "1", "no call left to SGLang's Step 3"),
         ("FAKE_FLIP", "pageweaver:5", "first tokens agree with the reference"),
     ],
@@ -155,7 +157,15 @@ def test_several_layouts_at_the_same_time(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("variable", "layout", "checks"),
     [
-        ("FAKE_LAZY", "tp2", ["PageWeaver served every sparse layer", "NRMS of every compared call at most 4.0%"]),
+        (
+            "FAKE_LAZY",
+            "tp2",
+            [
+                "PageWeaver served every sparse layer",
+                "NRMS of every compared call at most 4.0%",
+                "every compared call had a rank's 32 query heads and 2 KV heads",
+            ],
+        ),
         ("FAKE_WANDERS", "tp2dp2", ["each DP rank served prompts while the others had nothing to do"]),
         ("FAKE_PADDING", "tp2pad", ["padded rows are zero"]),
         ("FAKE_COMPILES", "tp2,tp2dp2", ["kernels compiled once on an empty cache"]),
@@ -175,7 +185,72 @@ def test_padding_must_have_been_seen(arguments, tmp_path):
     assert failures(report) == [("tp2pad-pageweaver", "padded rows are zero")]
 
 
-@pytest.mark.parametrize("text", ["tp0", "tp2dp0", "dp2", "tp3dp2", "tp2x", ""])
+def test_ranks_that_share_a_kv_head(arguments, tmp_path):
+    options = ["--layouts", "tp2rep,tp4dp2rep,tp2", "--modes", "pageweaver", "--jobs", "3", "--prompts", "101"]
+    code, report = run(arguments, tmp_path, *options)
+    assert failures(report) == []
+    assert code == 0
+    launches = report["launches"]
+    models = {name.partition("-")[0]: result["command"].split()[3] for name, result in launches.items()}
+    assert models == {
+        "tp2rep": str(tmp_path / "model-q16kv1"),
+        "tp4dp2rep": str(tmp_path / "model-q16kv1"),
+        "tp2": str(tmp_path / "model"),
+    }
+    for layout, heads in {"tp2rep": ([8], [1]), "tp4dp2rep": ([8], [1]), "tp2": ([32], [2])}.items():
+        for rank in launches[f"{layout}-pageweaver"]["ranks"].values():
+            assert (rank["q_heads"], rank["kv_heads"]) == heads
+    checks = [check["name"] for check in launches["tp2rep-pageweaver"]["checks"]]
+    assert "every compared call had a rank's 8 query heads and 1 KV head" in checks
+
+
+def test_other_heads_on_one_gpu(arguments, tmp_path, monkeypatch):
+    options = ["--q-heads", "8", "--kv-heads", "1", "--modes", "pageweaver"]
+    code, report = run(arguments, tmp_path, *options)
+    assert (code, failures(report)) == (0, [])
+    (rank,) = report["launches"]["tp1-pageweaver"]["ranks"].values()
+    assert (rank["q_heads"], rank["kv_heads"]) == ([8], [1])
+    assert serve_check.heads_of(tmp_path / "model-q8kv1") == (8, 1)
+    # The folder holds another model than its name says: what is served is what counts.
+    make_tiny_m3.write_model(tmp_path / "model-q8kv1", q_heads=16, kv_heads=1, with_weights=False)
+    monkeypatch.setenv("FAKE_HEADS", "8")
+    code, report = run(arguments, tmp_path, *options)
+    assert failures(report) == [
+        ("tp1-pageweaver", "every compared call had a rank's 16 query heads and 1 KV head"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-heads", "0"], "--kv-heads: got 0; allowed: an integer of at least 1"),
+        (["--q-heads", "10"], "--q-heads: got 10; allowed: a multiple of --kv-heads, 4"),
+        (["--q-heads", "8", "--kv-heads", "1", "--layouts", "tp3"], "tp3: 8 query heads and 1 KV head can't be dealt"),
+        (["--layouts", "tp8rep,tp6"], "tp6: 64 query heads and 4 KV heads can't be dealt out to 6 GPUs"),
+    ],
+)
+def test_heads_that_do_not_fit(options, message, capsys):
+    with pytest.raises(SystemExit):
+        serve_check.parse_options(options)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_heads_of_a_layout():
+    assert serve_check.Layout.parse("tp8rep").heads(1, 1) == (64, 4), "MiniMax-M3 itself"
+    for name, model, rank in (
+        ("tp8", (64, 4), (8, 1)),
+        ("tp8dp2", (64, 4), (16, 1)),
+        ("tp16", (64, 4), (4, 1)),
+        ("tp2reppad", (16, 1), (8, 1)),
+    ):
+        layout = serve_check.Layout.parse(name)
+        assert layout.heads(64, 4) == model
+        assert layout.heads_of_a_rank(*model) == rank
+        assert layout.problem(*model) is None
+    assert serve_check.Layout.parse("tp2reppad").pads
+
+
+@pytest.mark.parametrize("text", ["tp0", "tp2dp0", "dp2", "tp3dp2", "tp2x", "", "tp1rep", "tp2dp2rep", "tp2padrep"])
 def test_unknown_layout(text, capsys):
     with pytest.raises(SystemExit):
         serve_check.parse_options(["--layouts", text])
@@ -252,7 +327,7 @@ def test_parses_what_the_plugin_logs(caplog):
     stats.fallbacks_by_reason["attention sink"] += 1
     stats.decisions.update(["first", "regroup", "regroup"])
     facts = serve_check.parse_log(
-        f"INFO pageweaver verify: layer 2 call 7 tokens 16384 requests 3 kv_heads 4 {verification}\n"
+        f"INFO pageweaver verify: layer 2 call 7 tokens 16384 requests 3 q_heads 64 kv_heads 4 {verification}\n"
         f"INFO {stats.summary()}\n"
         "WARNING pageweaver: SGLang's own Step 3 serves calls with: attention sink\n"
     )
@@ -280,3 +355,24 @@ def test_model_is_served_by_its_own_tokenizer(tmp_path):
     vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
     assert sorted(vocabulary.values()) == [i for i in range(1024) if i not in (256, 257, 258)]
     assert serve_check.sparse_layers(tmp_path) == [2, 3, 4, 5]
+
+
+def test_shapes_of_a_model_with_other_heads():
+    config = make_tiny_m3.config(q_heads=16, kv_heads=1)
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (16, 1)
+    assert config["sparse_attention_config"]["sparse_num_index_heads"] == 1
+    assert make_tiny_m3.config() == make_tiny_m3.CONFIG
+    prefix = "model.layers.2.self_attn."
+    tensors = make_tiny_m3.weights(config)
+    assert {name.removeprefix(prefix): list(tensor.shape) for name, tensor in tensors.items() if prefix in name} == {
+        "q_proj.weight": [16 * 128, 1024],
+        "k_proj.weight": [128, 1024],
+        "v_proj.weight": [128, 1024],
+        "o_proj.weight": [1024, 16 * 128],
+        "q_norm.weight": [128],
+        "k_norm.weight": [128],
+        "index_q_proj.weight": [128, 1024],
+        "index_k_proj.weight": [128, 1024],
+        "index_q_norm.weight": [128],
+        "index_k_norm.weight": [128],
+    }

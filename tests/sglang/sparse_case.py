@@ -113,8 +113,12 @@ class Case:
         layer = fake_runner.make_layer(layer_id, **self.heads)
         vars(layer).update(scales or {})
         original, picked = minimax_sparse.flash_prefill_with_topk_index, {}
-        if not real_indexer:
-            minimax_sparse.flash_prefill_with_topk_index = random_picks(picked, edit)
+
+        def indexer(**call):
+            idx_o, picked["topk_idx"] = original(**call)
+            return idx_o, picked["topk_idx"]
+
+        minimax_sparse.flash_prefill_with_topk_index = indexer if real_indexer else random_picks(picked, edit)
         try:
             _, out = self.backend.forward(
                 self.q,

@@ -59,7 +59,8 @@ def test_every_sparse_layer_is_served_and_counted(outcome):
 def test_verification_is_logged(outcome):
     assert 0 < outcome.result["verified"] < 0.005
     assert re.search(
-        r"pageweaver verify: layer 2 call 2 tokens 2 requests 1 kv_heads 1 nrms 0\.\d+% max error \S+ cosine 0\.99",
+        r"pageweaver verify: layer 2 call 2 tokens 2 requests 1 q_heads 16 kv_heads 1 nrms 0\.\d+% max error \S+ "
+        r"cosine 0\.99",
         outcome.output,
     )
 

@@ -12,9 +12,12 @@ def outcome(run_program):
     return run_program("ranks", PAGEWEAVER_DENSE_BACKEND="torch_native")
 
 
-@pytest.mark.parametrize("case", ["tp1", "tp2", "tp4", "tp8", "tp16", "index heads"])
-def test_heads_of_a_rank(outcome, case):
+@pytest.mark.parametrize(
+    ("case", "index_heads"), [("tp1", 4), ("tp2", 2), ("tp4", 1), ("tp8", 1), ("tp16", 1), ("index heads", 2)]
+)
+def test_heads_of_a_rank(outcome, case, index_heads):
     result = outcome.result[case]
+    assert result["picked"] == [index_heads, result["rows"], 16]
     assert result["arms"] == {"pageweaver": 1, "native": 1}
     assert result["nrms"] < 0.005
     assert result["logged"] == result["nrms"]

@@ -268,7 +268,7 @@ def test_verification(caplog):
     assert native.calls == 2
     verify = [record.getMessage() for record in caplog.records if "verify" in record.getMessage()]
     assert len(verify) == 2
-    start = f"pageweaver verify: layer 2 call 2 tokens {TOKENS} requests 1 kv_heads {KV_HEADS} nrms "
+    start = f"pageweaver verify: layer 2 call 2 tokens {TOKENS} requests 1 q_heads 32 kv_heads 2 nrms "
     assert verify[0].startswith(start)
     assert served.stats.last_verification.nrms == pytest.approx(0.02 / 1.02, rel=0.05)
     assert served.stats.last_verification.cosine == pytest.approx(1, abs=1e-4)
