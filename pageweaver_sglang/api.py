@@ -193,8 +193,8 @@ def sparse_prefill(
     Args:
         q: ``[tokens, q_heads, head_dim]``, bfloat16 on CUDA; heads ``g * h .. g * h + g - 1`` read KV head ``h``,
             ``g = q_heads / kv_heads``.
-        k_cache: ``[slots, kv_heads, head_dim]``, float8_e4m3fn on CUDA, with the engine ``portable`` also bfloat16 (on
-            the CPU bfloat16, float16 and float32 too).
+        k_cache: ``[slots, kv_heads, head_dim]``, float8_e4m3fn or bfloat16 on CUDA, bfloat16 not with the engine
+            ``union8`` on Hopper (on the CPU float16 and float32 too).
         v_cache: shape and dtype of ``k_cache``.
         topk_idx: int32 ``[kv_heads, tokens, k]``, as in :func:`regroup`.
         req_to_token: int32 ``[request slots, positions]``, cache slot of each token. The kernels take a page's first
@@ -206,10 +206,10 @@ def sparse_prefill(
         sm_scale: scale of the scores; None for ``head_dim ** -0.5``.
         k_scale: what a stored key is multiplied by: None (1), a float or a float32 tensor of one element.
         v_scale: the same for values.
-        page_size: tokens per page. CUDA: 128, with the engine ``portable`` also 64.
+        page_size: tokens per page. CUDA: 128 or 64, on Hopper only 128 with the engine ``union8``.
         config: settings; None for the defaults. ``mode`` must not be ``native``.
-        workspace: buffers to use instead of allocating; of ``group_size`` 8, or what
-            :func:`.cuda.support.union_group_size` says where the engine is ``portable``.
+        workspace: buffers to use instead of allocating; of the ``group_size`` that
+            :func:`.cuda.support.call_group_size` says: 8 where Hopper's engines serve.
         value_tiles: where the stream engine keeps V's tiles, instead of the workspace's or of memory allocated for the
             call. Of the pool's size; the call before that used it must be ahead in the same stream.
         decision: in mode ``auto``, what a :class:`pageweaver_sglang.History` decided for this very call. Without one
@@ -251,7 +251,7 @@ def sparse_prefill(
                 cu_seqlens,
                 prefix_lens,
                 window=config.window,
-                group_size=support.call_group_size(config.engine, q, k_cache),
+                group_size=support.call_group_size(config.engine, q, k_cache, page_size),
                 page_size=page_size,
                 capacity=config.regroup_capacity,
                 guard=config.guard,
@@ -282,7 +282,8 @@ def sparse_prefill(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if tokens == 0:
         return out
-    engine = support.engine_on(config.engine, support.capability_of(q.device), k_cache.dtype)
+    kind = support.call_kind(q, k_cache, page_size)
+    engine = support.engine_on(config.engine, support.capability_of(q.device), kind)
     requests = cu_seqlens.shape[0] - 1
     kv_heads, _, k = topk_idx.shape
     group_size = support.union_group_size(engine, q_heads // kv_heads)

@@ -281,7 +281,7 @@ def check_sparse_prefill(
     if decision is not None:
         _decision(function, decision, config, device)
     if workspace is not None:
-        _workspace(function, workspace, q, k_cache, topk_idx, requests, config)
+        _workspace(function, workspace, q, k_cache, topk_idx, requests, page_size, config)
     if value_tiles is not None:
         _value_tiles(function, value_tiles, kv_heads, slots // page_size, device)
     if device.type == "cpu" and requests:
@@ -369,6 +369,7 @@ def _workspace(
     k_cache: torch.Tensor,
     topk_idx: torch.Tensor,
     requests: int,
+    page_size: int,
     config: Config | None,
 ) -> None:
     from .workspace import Workspace
@@ -382,7 +383,7 @@ def _workspace(
         "kv_heads": kv_heads,
         "topk": k,
         "window": config.window,
-        "group_size": support.call_group_size(config.engine, q, k_cache),
+        "group_size": support.call_group_size(config.engine, q, k_cache, page_size),
         "device": q.device,
     }
     if workspace.q_heads is not None:

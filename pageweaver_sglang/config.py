@@ -58,7 +58,8 @@ class Config(BaseModel):
     these two costs less by what earlier calls saved."""
     engine: Literal["stream", "union8", "portable"] = Field("stream", description="stream, union8 or portable")
     """Attention kernel: pages streamed to independent warpgroups, the paper's two-CTA cluster (the same bits; Hopper
-    only, elsewhere they mean ``portable``), or the one in Triton, for any CUDA GPU."""
+    only, elsewhere they mean ``portable``), or the one in Triton, for any CUDA GPU. ``stream`` leaves to ``portable``
+    what it does not cover, such as a BF16 cache."""
     precision: Literal["fp8", "high"] = Field("fp8", description="fp8 or high")
     """Q and the softmax weights as one E4M3 value each, or as the sum of two; two in the engine ``stream``. ``union8``
     has one precision, and so has ``portable``, 16 bits."""

@@ -137,10 +137,11 @@ class PublicArm(Arm):
         """Build the kernels if need be and allocate the workspace.
 
         Raises:
-            ArmUnavailable: another engine than the arm's would serve, on this GPU or for this dtype of the cache.
+            ArmUnavailable: another engine than the arm's would serve, on this GPU or for calls of this kind.
         """
         first, engine = sets[0], self._config.engine
-        served = support.engine_on(engine, support.capability_of(first.q.device), first.k_cache.dtype)
+        kind = support.call_kind(first.q, first.k_cache, first.page_size)
+        served = support.engine_on(engine, support.capability_of(first.q.device), kind)
         if served != engine:
             raise ArmUnavailable(f"engine {engine} does not serve here: {served or 'SGLang'} would")
         self._sets = sets

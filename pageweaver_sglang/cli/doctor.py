@@ -180,7 +180,9 @@ def settings_with_sources(config: Config) -> list[tuple[str, Any, str]]:
 
 def _look_at_gpu(diagnosis: Diagnosis, config: Config | None) -> tuple[int, int] | None:
     """Returns the compute capability of the first GPU that PageWeaver would serve on, or None."""
-    from pageweaver_sglang.cuda.support import engine_on, gpu_problem
+    from torch import bfloat16
+
+    from pageweaver_sglang.cuda.support import CallKind, engine_on, gpu_problem
 
     asked = (config or Config()).engine
     shown = environment.gpus()
@@ -204,6 +206,9 @@ def _look_at_gpu(diagnosis: Diagnosis, config: Config | None) -> tuple[int, int]
             found += f"engine {engine}"
             if engine != asked:
                 found += f" (in Triton: {asked} is built for Hopper only)"
+            other = engine_on(asked, capability, CallKind(cache_dtype=bfloat16))
+            if other != engine:
+                found += "; for a BF16 KV cache " + (other or "SGLang's own Step 3")
         diagnosis.add(f"GPU {number}", found, wrong)
     if config is not None and config.mode != "native":
         _look_at_memory(diagnosis, engines if shown else [asked])

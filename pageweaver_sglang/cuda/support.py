@@ -6,7 +6,7 @@ Questions about shapes, dtypes, strides and compute capabilities that read nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,8 @@ MAX_GQA_RATIO = 16
 MAX_TOPK = 16
 COMPUTE_CAPABILITY = (9, 0)
 """Hopper's, which the engines ``stream`` and ``union8`` are built for."""
+STREAM = "stream"
+"""The default engine: Hopper's fast one."""
 PORTABLE = "portable"
 """The engine in Triton, for any GPU from :data:`OLDEST` on."""
 OLDEST = (8, 0)
@@ -28,6 +30,24 @@ MIN_SCALE = 1e-6
 _ALIGNMENT = 16
 
 
+class CallKind(NamedTuple):
+    """What of a call decides which engine covers it. None for what is not known yet: that speaks against no engine."""
+
+    cache_dtype: torch.dtype | None = None
+    """Of K and V."""
+    head_dim: int | None = None
+    page_size: int | None = None
+    """Tokens per logical page."""
+
+    def __str__(self) -> str:
+        words = {
+            "KV cache": None if self.cache_dtype is None else str(self.cache_dtype).removeprefix("torch."),
+            "head_dim": self.head_dim,
+            "page size": self.page_size,
+        }
+        return ", ".join(f"{name} {value}" for name, value in words.items() if value is not None)
+
+
 @dataclass(frozen=True)
 class _Limits:
     """What an engine covers."""
@@ -36,9 +56,16 @@ class _Limits:
     head_dims: tuple[int, ...]
     page_sizes: tuple[int, ...]
 
+    def cover(self, kind: CallKind) -> bool:
+        """Whether nothing that is known of a call lies outside."""
+        allowed = (self.cache_dtypes, self.head_dims, self.page_sizes)
+        return all(value is None or value in values for value, values in zip(kind, allowed, strict=True))
+
 
 _HOPPER_LIMITS = _Limits((torch.float8_e4m3fn,), (HEAD_DIM,), (PAGE_SIZE,))
 _PORTABLE_LIMITS = _Limits((torch.float8_e4m3fn, torch.bfloat16), (64, HEAD_DIM), (64, PAGE_SIZE))
+ANY_KIND = CallKind()
+"""A call of which nothing is known."""
 
 
 def gpu_problem(asked: str, capability: tuple[int, int]) -> str | None:
@@ -60,21 +87,36 @@ def gpu_problem(asked: str, capability: tuple[int, int]) -> str | None:
     return None
 
 
-def engine_on(asked: str, capability: tuple[int, int], cache_dtype: torch.dtype | None = None) -> str | None:
+def engine_on(asked: str, capability: tuple[int, int], kind: CallKind = ANY_KIND) -> str | None:
     """The engine that serves, or None: SGLang's own function does.
 
     Args:
         asked: the setting ``engine``. ``portable`` is taken on every GPU; the others are Hopper's, and mean "the best
-            there is" elsewhere.
+            there is" elsewhere. On Hopper ``stream`` means the best there is for the call: ``portable`` where it alone
+            covers it. ``union8`` means itself, since whoever asks for it wants to see the paper's kernel.
         capability: of the GPU.
-        cache_dtype: of K and V; None where it is not known yet.
+        kind: of the call, as far as it is known.
     """
     if gpu_problem(asked, capability) is not None:
         return None
+    return next((engine for engine in _candidates(asked, capability) if _limits_of(engine).cover(kind)), None)
+
+
+def _candidates(asked: str, capability: tuple[int, int]) -> tuple[str, ...]:
+    """The engines that the setting means on a GPU, the better one first and the one that covers more last."""
     if asked == PORTABLE or capability != COMPUTE_CAPABILITY:
-        return PORTABLE
-    # Hopper's engines read E4M3. On a BF16 cache `portable` is twice as fast as SGLang's function, if it is asked for.
-    return None if cache_dtype == torch.bfloat16 else asked
+        return (PORTABLE,)
+    # Measured on an H200 with a BF16 cache, `portable` is twice as fast as SGLang's function.
+    return (STREAM, PORTABLE) if asked == STREAM else (asked,)
+
+
+def _limits_of(engine: str) -> _Limits:
+    return _PORTABLE_LIMITS if engine == PORTABLE else _HOPPER_LIMITS
+
+
+def call_kind(q: torch.Tensor, k_cache: torch.Tensor, page_size: int) -> CallKind:
+    """The kind of a call of ``sparse_prefill``."""
+    return CallKind(k_cache.dtype, q.shape[-1], page_size)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -94,9 +136,9 @@ def union_group_size(engine: str, ratio: int) -> int:
     return max(1, min(16, 64 // padded))
 
 
-def call_group_size(asked: str, q: torch.Tensor, k_cache: torch.Tensor) -> int:
+def call_group_size(asked: str, q: torch.Tensor, k_cache: torch.Tensor, page_size: int) -> int:
     """Queries per union of a call, where the setting ``engine`` is ``asked``: what its workspace must have."""
-    engine = engine_on(asked, capability_of(q.device), k_cache.dtype) or asked
+    engine = engine_on(asked, capability_of(q.device), call_kind(q, k_cache, page_size)) or asked
     return union_group_size(engine, q.shape[1] // k_cache.shape[1])
 
 
@@ -140,8 +182,8 @@ def unsupported_reason(
     capability = capability_of(q.device)
     if problem := gpu_problem(engine, capability):
         return f"q is on a GPU that {problem}"
-    portable = engine_on(engine, capability, k_cache.dtype) == PORTABLE
-    limits = _PORTABLE_LIMITS if portable else _HOPPER_LIMITS
+    serves = engine_on(engine, capability, call_kind(q, k_cache, page_size))
+    limits = _limits_of(serves or _candidates(engine, capability)[-1])
     if q.dtype != torch.bfloat16:
         return f"q must be bfloat16, got {dtype_name(q)}"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -36,8 +36,13 @@ def _value(name: str, value: Any) -> Callable[[Arguments], Arguments]:
     return lambda _: {name: value}
 
 
-def _bf16_caches(arguments: Arguments) -> Arguments:
-    return {name: torch.zeros_like(arguments[name], dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
+def _caches(dtype: torch.dtype) -> Callable[[Arguments], Arguments]:
+    return lambda arguments: {name: torch.zeros_like(arguments[name], dtype=dtype) for name in ("k_cache", "v_cache")}
+
+
+def _by_union8(spoil: Callable[[Arguments], Arguments]) -> Callable[[Arguments], Arguments]:
+    """For what the paper's kernel alone refuses: with ``stream``, ``portable`` takes what ``stream`` doesn't."""
+    return lambda arguments: {**spoil(arguments), "config": pw.Config(engine="union8")}
 
 
 def _too_many_picks(arguments: Arguments) -> Arguments:
@@ -45,8 +50,9 @@ def _too_many_picks(arguments: Arguments) -> Arguments:
     return {"topk_idx": topk_idx.new_zeros(*topk_idx.shape[:2], 17)}
 
 
-def _half_the_heads(arguments: Arguments) -> Arguments:
-    return {"q": arguments["q"][:, : arguments["q"].shape[1] // 2]}
+def _too_many_heads(arguments: Arguments) -> Arguments:
+    q = arguments["q"]
+    return {"q": q[:, :1].expand(-1, 17 * q.shape[1], -1)}
 
 
 def _cut_caches(arguments: Arguments) -> Arguments:
@@ -82,10 +88,16 @@ REFUSALS = {
     "workspace of another call": Refusal("workspace", ValueError, _small_workspace),
     "out of another dtype": Refusal("out", TypeError, lambda a: {"out": torch.zeros_like(a["q"], dtype=torch.float)}),
     "q float16": Refusal("q", pw.UnsupportedError, _named("q", torch.Tensor.half), hopper_only=True),
-    "caches bfloat16": Refusal("k_cache", pw.UnsupportedError, _bf16_caches, hopper_only=True),
-    "pages of 64": Refusal("page_size", pw.UnsupportedError, _value("page_size", 64), hopper_only=True),
+    "caches float16": Refusal("k_cache", pw.UnsupportedError, _caches(torch.float16), hopper_only=True),
+    "caches bfloat16, union8": Refusal(
+        "k_cache", pw.UnsupportedError, _by_union8(_caches(torch.bfloat16)), hopper_only=True
+    ),
+    "pages of 32": Refusal("page_size", pw.UnsupportedError, _value("page_size", 32), hopper_only=True),
+    "pages of 64, union8": Refusal(
+        "page_size", pw.UnsupportedError, _by_union8(_value("page_size", 64)), hopper_only=True
+    ),
     "17 picks": Refusal("topk_idx", pw.UnsupportedError, _too_many_picks, hopper_only=True),
-    "8 heads per KV head": Refusal("q", pw.UnsupportedError, _half_the_heads, hopper_only=True),
+    "17 times the heads": Refusal("q", pw.UnsupportedError, _too_many_heads, hopper_only=True),
     "a pool of no whole pages": Refusal("k_cache", pw.UnsupportedError, _cut_caches, hopper_only=True),
     "sm_scale 0": Refusal("sm_scale", pw.UnsupportedError, _value("sm_scale", 0.0), hopper_only=True),
     "table on the host": Refusal(

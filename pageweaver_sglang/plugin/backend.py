@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttn
 
 import pageweaver_sglang
 from pageweaver_sglang.config import Config, load_config
+from pageweaver_sglang.cuda import support
 
 from . import NAME, capture, compat, fallback, kernels, operations, tiles, timing
 from .forwards import Forwards
@@ -91,7 +92,8 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
     layers = range(sparse.kv_pool.start_layer, sparse.kv_pool.end_layer)
     if own := [layer for layer in sparse.sparse_layer_ids if layer in layers]:  # not in every pipeline stage
         k_cache, v_cache = sparse.kv_pool.get_kv_buffer(own[0])  # as Step 3 gets them
-        config, tiles_state = tiles.reserve(config, v_cache)
+        kind = support.CallKind(k_cache.dtype, k_cache.shape[2], sparse.block_size_k)
+        config, tiles_state = tiles.reserve(kernels.settings_on(config, device, kind), v_cache)
         sparse.step3.config = config
         sparse.step3.fallback, fallback_state = fallback.prepare(
             config,

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from pageweaver_sglang.config import Config
 from pageweaver_sglang.cuda import loader
-from pageweaver_sglang.cuda.support import engine_on, gpu_problem
+from pageweaver_sglang.cuda.support import ANY_KIND, CallKind, engine_on, gpu_problem
 
 from . import NAME
 from .options import BackendError
 
+logger = logging.getLogger(__name__)
 
-def settings_on(config: Config, device: torch.device) -> Config:
-    """The settings with the engine that serves on this device; unchanged where PageWeaver's kernels don't."""
+
+def settings_on(config: Config, device: torch.device, kind: CallKind = ANY_KIND) -> Config:
+    """The settings with the engine that serves on this device; unchanged where PageWeaver's kernels don't.
+
+    Args:
+        config: the settings.
+        device: where the KV pool lies.
+        kind: of the calls on this pool; what is not known is not looked at.
+    """
     if config.mode == "native" or device.type != "cuda":
         return config
-    engine = engine_on(config.engine, torch.cuda.get_device_capability(device))
-    return config if engine in (None, config.engine) else config.model_copy(update={"engine": engine})
+    engine = engine_on(config.engine, torch.cuda.get_device_capability(device), kind)
+    if engine in (None, config.engine):
+        return config
+    if kind != ANY_KIND:
+        logger.info("pageweaver: engine %s serves instead of %s: %s", engine, config.engine, kind)
+    return config.model_copy(update={"engine": engine})
 
 
 def prepare(config: Config, device: torch.device) -> str:

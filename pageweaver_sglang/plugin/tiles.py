@@ -18,7 +18,7 @@ import torch
 
 from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
-from pageweaver_sglang.cuda.support import COMPUTE_CAPABILITY, PAGE_SIZE
+from pageweaver_sglang.cuda.support import PAGE_SIZE, STREAM, CallKind, engine_on
 from pageweaver_sglang.value_tiles import ValueTiles
 
 logger = logging.getLogger(__name__)
@@ -100,13 +100,10 @@ def taken(config: Config, v_cache: torch.Tensor) -> Iterator[tuple[Config, Value
 
 def _needed(config: Config, v_cache: torch.Tensor) -> bool:
     """Whether the stream engine can serve calls on this cache at all."""
-    return (
-        config.mode != "native"
-        and config.engine == "stream"
-        and v_cache.is_cuda
-        and v_cache.dtype == torch.float8_e4m3fn
-        and torch.cuda.get_device_capability(v_cache.device) == COMPUTE_CAPABILITY
-    )
+    if config.mode == "native" or not v_cache.is_cuda:
+        return False
+    kind = CallKind(v_cache.dtype, v_cache.shape[2], PAGE_SIZE)
+    return engine_on(config.engine, torch.cuda.get_device_capability(v_cache.device), kind) == STREAM
 
 
 def _pool(v_cache: torch.Tensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pageweaver_sglang.cuda import support
-from pageweaver_sglang.cuda.support import engine_on, gpu_problem, unsupported_reason
+from pageweaver_sglang.cuda.support import CallKind, engine_on, gpu_problem, unsupported_reason
 
 KV_HEADS, TOKENS = 4, 6
 
@@ -64,13 +64,20 @@ def test_covered_calls(changes):
         ({"q_scale": 1.0}, "q_scale must be None"),
         ({"q": q(TOKENS, 64, 128, dtype=torch.float16)}, "q must be bfloat16, got float16"),
         ({"q": q(TOKENS, 128)}, "q must have 3 dimensions, got 2"),
-        ({"q": q(TOKENS, 64, 64)}, "q must have head_dim 128, got 64"),
+        ({"q": q(TOKENS, 64, 64)}, "k_cache must have q's head_dim 64, got 128"),
         ({"q": q(TOKENS, 68, 128)}, "q must have 1 to 16 query heads per KV head, got 68 for 4"),
         ({"q": q(TOKENS, 64, 256)[..., ::2]}, "q must be contiguous along head_dim, got stride 2"),
         ({"q": q(TOKENS, 64 * 132).view(TOKENS, 64, 132)[..., :128]}, "q must have strides that are multiples of 8"),
         ({"q": q(TOKENS, 8196)[:, :8192].view(TOKENS, 64, 128)}, "q must have strides that are multiples of 8"),
         ({"q": q(TOKENS * 8192 + 4)[4:].view(TOKENS, 64, 128)}, "q must begin at a multiple of 16 bytes"),
-        ({"k_cache": cache(256, KV_HEADS, 128, dtype=torch.bfloat16)}, "k_cache must be float8_e4m3fn, got bfloat16"),
+        (
+            {"k_cache": cache(256, KV_HEADS, 128, dtype=torch.float16)},
+            "k_cache must be float8_e4m3fn or bfloat16, got float16",
+        ),
+        (
+            {"k_cache": cache(256, KV_HEADS, 128, dtype=torch.bfloat16)},
+            "v_cache must be bfloat16 like k_cache, got float8_e4m3fn",
+        ),
         (
             {"v_cache": cache(256, KV_HEADS, 128, dtype=torch.float8_e5m2)},
             "v_cache must be float8_e4m3fn, got float8_e5m2",
@@ -96,7 +103,7 @@ def test_covered_calls(changes):
         ({"sm_scale": -0.1}, "sm_scale must be at least 1e-06, got -0.1"),
         ({"k_scale": 0.0}, "k_scale must be at least 1e-06, got 0.0"),
         ({"k_scale": torch.tensor([-2.0])}, "k_scale must be at least 1e-06, got -2.0"),
-        ({"page_size": 64}, "page_size must be 128, got 64"),
+        ({"page_size": 32}, "page_size must be 64 or 128, got 32"),
         ({"pool_page_size": 64}, "pool_page_size must be a multiple of 128, got 64"),
         ({"pool_page_size": 1}, "pool_page_size must be a multiple of 128, got 1"),
         (
@@ -138,15 +145,29 @@ EVERY_ENGINES_CALLS = [{}, {"q": q(TOKENS, 4, 128)}, {"q": q(TOKENS, 20, 128)}]
 
 
 @pytest.mark.parametrize(
-    ("changes", "on_hopper_too"),
+    ("changes", "by_union8_too"),
     [*((one, True) for one in EVERY_ENGINES_CALLS), *((one, False) for one in PORTABLE_CALLS)],
 )
-def test_what_portable_covers(on_gpu, changes, on_hopper_too):
+def test_what_portable_covers(on_gpu, changes, by_union8_too):
     for capability, engine in (((9, 0), "portable"), ((8, 0), "stream"), ((12, 0), "union8"), ((10, 0), "portable")):
         on_gpu(capability)
         assert call(engine=engine, **changes) is None
     on_gpu((9, 0))
-    assert (call(**changes) is None) == on_hopper_too
+    assert call(engine="stream", **changes) is None
+    assert (call(engine="union8", **changes) is None) == by_union8_too
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"k_cache": BF16, "v_cache": BF16}, "k_cache must be float8_e4m3fn, got bfloat16"),
+        ({"page_size": 64}, "page_size must be 128, got 64"),
+        (PORTABLE_CALLS[-1], "q must have head_dim 128, got 64"),
+    ],
+)
+def test_what_the_papers_kernel_does_not_cover_is_sglangs(on_gpu, changes, reason):
+    on_gpu((9, 0))
+    assert call(engine="union8", **changes) == reason
 
 
 @pytest.mark.parametrize(
@@ -198,7 +219,48 @@ def test_which_engine_a_gpu_gets(on_gpu, capability, asked, engine):
         assert "compute capability {}.{}, ".format(*capability) in problem
 
 
-def test_a_bf16_cache_on_hopper():
-    assert engine_on("stream", (9, 0), torch.bfloat16) is None
-    assert engine_on("portable", (9, 0), torch.bfloat16) == "portable"
-    assert engine_on("stream", (9, 0), torch.float8_e4m3fn) == "stream"
+@pytest.mark.parametrize(
+    ("kind", "by_stream", "by_union8", "by_portable"),
+    [
+        (CallKind(), "stream", "union8", "portable"),
+        (CallKind(torch.float8_e4m3fn, 128, 128), "stream", "union8", "portable"),
+        (CallKind(torch.bfloat16), "portable", None, "portable"),
+        (CallKind(torch.bfloat16, 128, 128), "portable", None, "portable"),
+        (CallKind(torch.float8_e4m3fn, 64, 128), "portable", None, "portable"),
+        (CallKind(torch.float8_e4m3fn, 128, 64), "portable", None, "portable"),
+        (CallKind(torch.float16, 128, 128), None, None, None),
+        (CallKind(torch.float8_e4m3fn, 128, 32), None, None, None),
+        (CallKind(torch.bfloat16, 96, 128), None, None, None),
+    ],
+)
+def test_which_engine_a_call_gets_on_hopper(kind, by_stream, by_union8, by_portable):
+    engines = [engine_on(asked, (9, 0), kind) for asked in ("stream", "union8", "portable")]
+    assert engines == [by_stream, by_union8, by_portable]
+    covered = "portable" if by_portable else None
+    assert [engine_on(asked, (8, 9), kind) for asked in ("stream", "union8")] == [covered, covered]
+    assert engine_on("stream", (10, 0), kind) is None
+
+
+def test_kinds():
+    fp8 = cache(256, KV_HEADS, 128)
+    assert support.call_kind(q(TOKENS, 64, 128), fp8, 128) == CallKind(torch.float8_e4m3fn, 128, 128)
+    assert support.call_kind(q(TOKENS, 12, 64), BF16, 64) == CallKind(torch.bfloat16, 64, 64)
+    assert str(CallKind(torch.bfloat16, page_size=64)) == "KV cache bfloat16, page size 64"
+
+
+@pytest.mark.parametrize(
+    ("asked", "k_cache", "page_size", "size"),
+    [
+        ("stream", cache(256, KV_HEADS, 128), 128, 8),
+        ("stream", BF16, 128, 4),
+        ("stream", cache(256, KV_HEADS, 128), 64, 4),
+        ("union8", BF16, 128, 8),
+        ("portable", cache(256, KV_HEADS, 128), 128, 4),
+    ],
+)
+def test_queries_per_union_are_those_of_the_engine_that_serves(asked, k_cache, page_size, size):
+    """What the public function makes a plan for, and what a workspace of the caller's must have."""
+    queries = q(TOKENS, 64, 128)
+    assert support.call_group_size(asked, queries, k_cache, page_size) == size
+    engine = engine_on(asked, (9, 0), support.call_kind(queries, k_cache, page_size)) or asked
+    assert support.union_group_size(engine, 16) == size

@@ -256,11 +256,12 @@ def test_without_nvcc_it_says_what_is_missing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("engine", ["stream", "union8"])
 def test_no_arm_runs_another_engine_under_its_name(small_workload, monkeypatch, engine):
-    """Where the Hopper engines don't serve, a call would silently mean ``portable``."""
+    """Where the Hopper engines don't serve, for the GPU or for the cache, a call would silently mean another one."""
     sets = [inputs_of(small_workload, "cpu")]
     arm = PublicArm("union8", "", pw.Config(mode="union8", engine=engine))
     arm.prepare(sets)
-    with pytest.raises(ArmUnavailable, match=f"engine {engine} does not serve here: SGLang would"):
+    other = "portable" if engine == "stream" else "SGLang"
+    with pytest.raises(ArmUnavailable, match=f"engine {engine} does not serve here: {other} would"):
         Bf16CacheArm(arm).prepare(sets)
     monkeypatch.setattr(support, "capability_of", lambda device: (12, 0))
     with pytest.raises(ArmUnavailable, match=f"engine {engine} does not serve here: portable would"):

@@ -96,8 +96,8 @@ def long_call(tokens: int) -> dict:
     kinds = torch.arange(32, dtype=torch.int32).view(4, 8)
     return make_call() | {
         "q": torch.zeros(tokens, 16 * KV_HEADS, 128, dtype=torch.bfloat16),
-        "k_cache": torch.zeros(1, KV_HEADS, 128, dtype=torch.bfloat16).expand(8192, KV_HEADS, 128),
-        "v_cache": torch.zeros(1, KV_HEADS, 128, dtype=torch.bfloat16).expand(8192, KV_HEADS, 128),
+        "k_cache": torch.zeros(1, KV_HEADS, 128, dtype=torch.float8_e4m3fn).expand(8192, KV_HEADS, 128),
+        "v_cache": torch.zeros(1, KV_HEADS, 128, dtype=torch.float8_e4m3fn).expand(8192, KV_HEADS, 128),
         "req_to_token": torch.arange(8192, dtype=torch.int32)[None],
         "topk_idx": kinds.repeat(KV_HEADS, tokens // 4, 1),
         "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32),

@@ -78,15 +78,23 @@ def test_settings_that_need_none(settings, monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "needed"),
-    [(torch.float8_e4m3fn, (9, 0), True), (torch.bfloat16, (9, 0), False), (torch.float8_e4m3fn, (10, 0), False)],
+    [
+        (torch.float8_e4m3fn, (9, 0), True),
+        (torch.bfloat16, (9, 0), False),
+        (torch.float8_e4m3fn, (10, 0), False),
+        (torch.float8_e4m3fn, (8, 9), False),
+    ],
 )
 def test_calls_that_the_kernels_cannot_serve_need_none(monkeypatch, dtype, capability, needed):
     class Cache:
-        is_cuda, device = True, "cuda:0"
+        is_cuda, device, shape = True, "cuda:0", V_CACHE.shape
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     Cache.dtype = dtype
     assert tiles._needed(Config(), Cache()) == needed
+    assert not tiles._needed(Config(engine="union8"), Cache())
+    Cache.shape = (384, 2, 64)
+    assert not tiles._needed(Config(), Cache())
     assert not tiles._needed(Config(), V_CACHE)  # not on a GPU
 
 
