@@ -149,6 +149,32 @@ def make_case(name: str, seed: int = 0, device: torch.device | str = "cpu", **ov
     return case
 
 
+def unmap_pages(case: Case) -> tuple[Case, Case]:
+    """Take the entries of some pages that a request picked out of its table, and put NaN into the pool's first page.
+
+    The pages are the second of every request and its last one, which queries see a part of only. The pool's first page
+    belongs to nobody; it is what a kernel would read that took -1 for 0.
+
+    Returns:
+        The case with -1 for all tokens of those pages, and one over the sound table whose queries don't pick them.
+    """
+    table, picks = case.req_to_token.clone(), case.topk_idx.clone()
+    bounds = case.cu_seqlens.tolist()
+    for request, length in enumerate(case.seq_lens.tolist()):
+        last = (length - 1) // case.page_size
+        own = picks[:, bounds[request] : bounds[request + 1]]
+        for page in {1, last}:
+            row = table[int(case.slot_ids[request]), :length]
+            row[page * case.page_size : (page + 1) * case.page_size] = -1
+            assert bool((own == page).any()), "nobody picked the page"
+            own[own == page] = -1
+    caches = {name: getattr(case, name).float() for name in ("k_cache", "v_cache")}
+    for cache in caches.values():
+        cache[: case.page_size] = float("nan")
+    case = dataclasses.replace(case, **{name: cache.to(case.k_cache.dtype) for name, cache in caches.items()})
+    return dataclasses.replace(case, req_to_token=table), dataclasses.replace(case, topk_idx=picks)
+
+
 def _picks(recipe: Recipe, requests: list[tuple[int, int]], random: torch.Generator) -> torch.Tensor:
     """Ascending ids, the own page always among them, similar for queries near each other; -1 behind them."""
     rows = []

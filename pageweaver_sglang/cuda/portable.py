@@ -11,7 +11,8 @@ keeps an online softmax in FP32 over the pages that its own query picked.
   range; what FP16 drops of a row lies 2**-38 below its largest element.
 * **BF16 caches are multiplied in BF16**, Q's rows scaled likewise, which costs nothing and keeps huge scores finite.
 * **No NaN of our own.** A running maximum starts at a finite number, scores are taken relative to it before any scale
-  is applied, and V is not read behind the last token that the group sees.
+  is applied, V is not read behind the last token that the group sees, and nothing of a page without a place in the
+  cache (slot -1).
 * **Two loops.** Pages ascend. Those that lie wholly before the first of the group's limits need no look at single
   tokens: a row whose query did not pick the page subtracts infinity and weighs everything 0.
 
@@ -154,15 +155,15 @@ def _walk(
         part = (i % steps) * STEP
         token = page * PAGE + part
         member = ((mask >> slot_of_row) & 1) != 0
-        member = member & (slot >= 0) & (limit >= token)
+        mapped = slot >= 0
+        member = member & mapped & (limit >= token)
         cell = tl.maximum(slot, 0).to(tl.int64) * PAGE + part + offset
 
-        k_raw = tl.load(k_cache + cell[:, None] * k_slot_stride + dim[None, :])
+        k_raw = tl.load(k_cache + cell[:, None] * k_slot_stride + dim[None, :], mask=mapped, other=0.0)
+        readable = mapped
         if EDGE:
-            readable = (token + offset)[:, None] <= last_seen
-            v_raw = tl.load(v_cache + cell[:, None] * v_slot_stride + dim[None, :], mask=readable, other=0.0)
-        else:
-            v_raw = tl.load(v_cache + cell[:, None] * v_slot_stride + dim[None, :])
+            readable = mapped & ((token + offset)[:, None] <= last_seen)
+        v_raw = tl.load(v_cache + cell[:, None] * v_slot_stride + dim[None, :], mask=readable, other=0.0)
         k_tile = _halves(k_raw, NATIVE) if FP8 else k_raw
         score = tl.dot(q_tile, tl.trans(k_tile))
         if EDGE:

@@ -14,7 +14,7 @@ import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import exact_rows, nrms, sample_rows
 from pageweaver_sglang.bench.inputs import make_inputs
 from pageweaver_sglang.cuda import support
-from tests.generators import CASE_NAMES, Case, make_case
+from tests.generators import CASE_NAMES, Case, make_case, unmap_pages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 
@@ -128,6 +128,18 @@ def test_tails(page_size, dtype):
         case = make_case("tail", seed=tail, device="cuda", tail=tail, page_size=page_size, cache_dtype=dtype)
         case = garbage_outside(case)
         assert_right(case, attend(case))
+
+
+@pytest.mark.parametrize("dtype", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_unmapped_pages_add_nothing_and_the_pools_first_page_does_not_matter(page_size, dtype):
+    requests = ((140, 3500), (37, 900))
+    mapped = make_case("packed", seed=4, device="cuda", requests=requests, page_size=page_size, cache_dtype=dtype)
+    case, sound = unmap_pages(mapped)
+    for config in CONFIGS:
+        out = attend(case, config)
+        assert_right(sound, out)
+        assert same_bits(out, attend(sound, config))
 
 
 @pytest.mark.parametrize("dtype", [FP8, BF16], ids=["fp8", "bf16"])
@@ -281,3 +293,44 @@ def test_the_engine_that_other_gpus_get(monkeypatch):
     expected = attend(case)
     monkeypatch.setattr(support, "capability_of", lambda device: (8, 9))
     assert same_bits(pw.sparse_prefill(*case.args()), expected)
+
+
+# What `stream` means on Hopper for calls that it does not cover itself -----------------------------------------------
+
+ON_HOPPER = pytest.mark.skipif(HAS_CUDA and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+ONLY_PORTABLE = {
+    "BF16 cache": {"cache_dtype": BF16},
+    "BF16 cache, 8 heads": {"cache_dtype": BF16, "ratio": 8},
+    "pages of 64": {"page_size": 64},
+    "heads of 64": {"head_dim": 64},
+}
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("settings", [{}, {"mode": "pageweaver"}, {"mode": "union8", "precision": "high"}], ids=str)
+@pytest.mark.parametrize("shape", ONLY_PORTABLE)
+def test_the_default_engine_takes_what_portable_covers(shape, settings):
+    case = make_case("heads4", seed=17, device="cuda", **ONLY_PORTABLE[shape])
+    config = pw.Config(**settings)
+    assert config.engine == "stream"
+    out = pw.sparse_prefill(*case.args(), config=config, **case.keywords())
+    assert_right(case, out)
+    assert same_bits(out, attend(case))
+    size = support.call_group_size("stream", case.q, case.k_cache, case.page_size)
+    tokens, q_heads, head_dim = case.q.shape
+    sizes = {"kv_heads": 4, "topk": 16, "q_heads": q_heads, "head_dim": head_dim, "group_size": size, "device": "cuda"}
+    workspace = pw.Workspace(tokens, 2, **sizes)
+    held = workspace.nbytes()
+    again = pw.sparse_prefill(*case.args(), config=config, workspace=workspace, **case.keywords())
+    assert same_bits(again, out)
+    assert workspace.nbytes() == held  # no value tiles
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("shape", ONLY_PORTABLE)
+def test_the_papers_kernel_stays_what_it_is(shape):
+    case = make_case("heads4", seed=17, device="cuda", **ONLY_PORTABLE[shape])
+    with pytest.raises(
+        pw.UnsupportedError, match=r"must be float8_e4m3fn|page_size must be 128|must have head_dim 128"
+    ):
+        pw.sparse_prefill(*case.args(), config=pw.Config(engine="union8"), **case.keywords())

@@ -33,7 +33,7 @@ def test_against_the_reference_in_the_interpreter():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("right") == 15
+    assert done.stdout.count("right") == 16
     assert "WRONG" not in done.stdout
 
 

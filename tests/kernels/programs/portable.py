@@ -12,7 +12,7 @@ from pageweaver_sglang import reference
 from pageweaver_sglang.bench.accuracy import nrms
 from pageweaver_sglang.cuda import portable, support
 from pageweaver_sglang.plan import UnionPlan
-from tests.generators import Case, make_case
+from tests.generators import Case, make_case, unmap_pages
 from tests.kernels.portable_limits import MOST_NRMS
 from tests.sglang.triton_cpu import repair_bfloat16
 
@@ -131,9 +131,23 @@ def extremes() -> bool:
     return right
 
 
+def unmapped_pages() -> bool:
+    """Pages that the table has no place for add nothing, and what lies in the pool's first page doesn't matter."""
+    right = True
+    for dtype, regrouped in ((FP8, False), (BF16, True)):
+        mapped = make_case("packed", seed=3, k=4, requests=((40, 600), (12, 250)), kv_heads=2, cache_dtype=dtype)
+        case, sound = unmap_pages(mapped)
+        out = attend(case, HOPPER, regrouped=regrouped)
+        exact = reference.sparse_prefill(sound.q.double(), *sound.args()[1:])
+        right &= nrms(out, exact) <= MOST_NRMS[dtype]
+        right &= bool((out[(exact == 0).all(dim=(1, 2))] == 0).all())
+    print(f"{'right' if right else 'WRONG'} unmapped pages")
+    return right
+
+
 def main() -> None:
     repair_bfloat16()
-    right = [every_e4m3_number(), extremes()]
+    right = [every_e4m3_number(), extremes(), unmapped_pages()]
     for seed, (name, changes, capability) in enumerate(RECIPES):
         case = make_case(name, seed=seed, **{**SMALL, **changes})
         text = f"{name} {changes} {capability}"
