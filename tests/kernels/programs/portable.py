@@ -44,14 +44,21 @@ def plan_of(case: Case, ratio: int, *, regrouped: bool) -> UnionPlan:
     sizes = {"window": 64, "group_size": support.union_group_size("portable", ratio), "page_size": case.page_size}
     perm = reference.regroup(case.topk_idx, case.cu_seqlens, case.prefix_lens, **sizes) if regrouped else None
     plan = reference.prepare_unions(case.topk_idx, perm, *lengths, **sizes)
+    return dataclasses.replace(plan, slots=slots_of(plan, case.cu_seqlens, case.req_to_token, case.slot_ids))
+
+
+def slots_of(
+    plan: UnionPlan, cu_seqlens: torch.Tensor, req_to_token: torch.Tensor, slot_ids: torch.Tensor
+) -> torch.Tensor:
+    """The physical page of every page that a plan lists, -1 elsewhere: int32, shape of ``plan.pages``."""
     slots = torch.full_like(plan.pages, -1)
-    bounds = case.cu_seqlens.tolist()
+    bounds = cu_seqlens.tolist()
     for head, group, entry in (plan.pages >= 0).nonzero().tolist():
         first = int(plan.queries[head, group].max())  # groups never cross requests
         request = next(r for r, end in enumerate(bounds[1:]) if first < end)
-        row = case.req_to_token[case.slot_ids[request].long()]
-        slots[head, group, entry] = row[int(plan.pages[head, group, entry]) * case.page_size] // case.page_size
-    return dataclasses.replace(plan, slots=slots)
+        row = req_to_token[slot_ids[request].long()]
+        slots[head, group, entry] = row[int(plan.pages[head, group, entry]) * plan.page_size] // plan.page_size
+    return slots
 
 
 def behind_the_end(case: Case) -> Case:
