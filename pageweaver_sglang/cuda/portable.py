@@ -1,4 +1,4 @@
-"""Union attention in Triton, for CUDA GPUs that the Hopper engines are not built for: the engine ``portable``.
+"""Union attention in Triton, for the GPUs and the calls that the Hopper engines are not built for: ``portable``.
 
 It computes what ``kernels/attention.cuh`` says, in 16-bit arithmetic: one program per group and KV head, whose rows
 are the group's queries times their heads. The program walks the group's union, some tokens at a time, and every row
@@ -48,7 +48,7 @@ class Tile:
 # By compute capability (major) and whether the cache is FP8. A step of 64 tokens takes 32 registers a thread for scores
 # beside 64 for sums; 128 tokens spill, or leave an SM one program. Four warps are one tile of 64 rows.
 _TILES = {
-    # 228 KiB of shared memory and wgmma: 64 KiB a program for FP8, 112 KiB for BF16. Some 220 registers a thread, so
+    # 228 KiB of shared memory and wgmma: 64 KiB a program for FP8, 112 KiB for BF16. Some 215 registers a thread, so
     # that two programs share an SM; held at 168 for a third, they would spill in the loops.
     (9, True): Tile(stages=3),
     (9, False): Tile(stages=3),
