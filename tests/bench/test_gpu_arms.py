@@ -11,7 +11,7 @@ from pageweaver_sglang.bench.compare import unusable_gpu
 from pageweaver_sglang.bench.fidelity import check_arms, compare_rows
 from pageweaver_sglang.bench.orders import find_orders
 from pageweaver_sglang.bench.protocol import ArmUnavailable, capture
-from pageweaver_sglang.bench.recorded import inputs_of
+from pageweaver_sglang.bench.recorded import heads_of, inputs_of
 from pageweaver_sglang.bench.workloads import find_workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unusable_gpu() is not None, reason=str(unusable_gpu()))]
@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unusable_gpu() is not None, re
 OURS = ("union", "pageweaver", "auto", "offline", "page-pair", "portable")
 
 
-FILES = ["packed", "m3_tiny_layer"]
+# File, and query heads per KV head; None: what the file has, or 16.
+FILES = [("packed", None), ("packed", 8), ("packed", 2), ("m3_tiny_layer", None)]
 
 
 @cache
@@ -28,22 +29,22 @@ def loaded(file):
     return workload, find_orders(workload)
 
 
-def arms_of(file):
+def arms_of(file, heads=None):
     workload, orders = loaded(file)
-    return workload, {entry.arm.name: entry.arm for entry in catalogue(orders)}
+    return workload, {entry.arm.name: entry.arm for entry in catalogue(orders, heads_of(workload, heads))}
 
 
 @cache
-def checked(file):
+def checked(file, heads):
     """Every arm against one float64 reference, which takes longer than the arms."""
-    workload, arms = arms_of(file)
-    return check_arms(workload, list(arms.values()), rows=256, seed=0)
+    workload, arms = arms_of(file, heads)
+    return check_arms(workload, list(arms.values()), rows=256, seed=0, heads_per_kv_head=heads)
 
 
 @pytest.mark.parametrize("name", arm_names())
-@pytest.mark.parametrize("file", FILES)
-def test_arm_is_right(name, file):
-    found, reasons = checked(file)
+@pytest.mark.parametrize(("file", "heads"), FILES)
+def test_arm_is_right(name, file, heads):
+    found, reasons = checked(file, heads)
     if name not in found and not name.startswith(OURS):
         pytest.skip(reasons[name])
     assert name not in reasons, reasons[name]
