@@ -75,6 +75,37 @@ struct RowTile {
   }
 };
 
+// What Q, K, P and V are multiplied as. A block is the part of a page whose logits are computed at a time; kBlockSteps multiplications take its
+// P V along its tokens.
+template <class Math>
+struct MathSizes {
+  static constexpr int kBlocksPerPage = RowTile::kPageSize / Math::kBlockTokens;
+  static constexpr int kLogits = RowTile::kRows * Math::kBlockTokens / RowTile::kThreads;  // of a block, in a thread's registers
+  static constexpr int kRowLogits = kLogits / RowTile::kRowsPerThread;
+};
+constexpr int kBlockSteps = 4;
+
+// kTerms: E4M3 values whose sum stands for one value of Q or P; 1 is precision fp8, 2 is precision high. K and V are E4M3.
+template <int kTerms_>
+struct E4m3Math : MathSizes<E4m3Math<kTerms_>> {
+  static constexpr bool kBf16 = false;
+  static constexpr int kTerms = kTerms_;
+  static constexpr int kBlockTokens = 32 * kBlockSteps;
+  static constexpr int kQBytes = kTerms * RowTile::kQBytes;
+};
+
+// All in BF16. A block of K or of V is as many bytes as a page in E4M3.
+struct Bf16Math : MathSizes<Bf16Math> {
+  static constexpr bool kBf16 = true;
+  static constexpr int kTerms = 1;
+  static constexpr int kBlockTokens = 16 * kBlockSteps;
+  static constexpr int kPanelDims = 64;                                // 128 bytes of a row: what one swizzled tile holds
+  static constexpr int kPanelBytes = 128 * kBlockTokens;               // of K, of V and, having as many rows, of Q
+  static constexpr int kPanels = RowTile::kHeadDim / kPanelDims;
+  static constexpr int kQBytes = kPanels * kPanelBytes;
+  static_assert(kBlockTokens == RowTile::kRows && kPanels * kPanelBytes == RowTile::kTileBytes);
+};
+
 // Probabilities are 2^(logit - reference + kProbabilityScaleLog2), summed in fours. While no logit exceeds the row's reference such a
 // sum is at most 4 x 2^6 = 256; while it is at most E4M3's largest value, 448, none of the four saturates. So sums that softmax
 // needs anyway say when the reference must be raised, and no maximum of the logits is looked for before.
@@ -114,11 +145,12 @@ __device__ __forceinline__ void prefetch_query(const UnionAttentionParams& p, in
 
 // Quantises the heads of one query, number `place` of the tile, to E4M3 rows of the Q tile and stores each row's softmax scale. Run
 // by a warp, eight lanes a row. `query` < 0, or heads that there are not: zeros. The candidates' errors are summed in half precision, which is as good for choosing.
-// With kTerms 2 a second tile behind the first takes what the first leaves of every value; the scale is a power of two then, so that the
-// two hold all eight bits of a BF16 value.
-template <int kTerms>
+// With two terms a second tile behind the first takes what the first leaves of every value; the scale is a power of two then, so that the
+// two hold all eight bits of a BF16 value. BF16 rows keep their values, times a power of two, so that huge ones give no infinity.
+template <class Math>
 __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, uint8_t* q_tile, float* row_scale, int query,
                                                int kv_head, int place, int lane, float softmax_scale_log2) {
+  constexpr int kTerms = Math::kTerms;
   constexpr int kLanesPerRow = 8, kRowsPerStep = 32 / kLanesPerRow;
   constexpr int kVectors = RowTile::kHeadDim / 8 / kLanesPerRow;  // of eight BF16 values; a row's lanes take them in turn
   constexpr int kPairs = 4 * kVectors;
@@ -149,7 +181,7 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
 
     const float inverse = QueryScales::largest(0) / amax;
     float least = 0.0f, factor = 1.0f, reciprocal = 1.0f / QueryScales::largest(0);
-    if constexpr (kTerms == 1) {
+    if constexpr (kTerms == 1 && !Math::kBf16) {
       __half2 error[QueryScales::kCandidates];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
@@ -176,7 +208,7 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
       }
     }
     float chosen = inverse * factor;
-    if constexpr (kTerms > 1) {
+    if constexpr (kTerms > 1 || Math::kBf16) {
       chosen = ptx::power_of_two_below(chosen);
       reciprocal = 1.0f / (amax * chosen);
     }
@@ -192,10 +224,20 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int vector = v * kLanesPerRow + part;
+      if constexpr (Math::kBf16) {
+        const __nv_bfloat162 factors = __float2bfloat162_rn(chosen);
+        __nv_bfloat162 scaled[4];
 #pragma unroll
-      for (int t = 0; t < kTerms; ++t)
-        *reinterpret_cast<uint2*>(q_tile + t * RowTile::kQBytes + swizzled_offset(row, vector >> 1) + (vector & 1) * 8) =
-            make_uint2(term(t, 2 * v), term(t, 2 * v + 1));
+        for (int i = 0; i < 4; ++i) scaled[i] = __hmul2(pairs[4 * v + i], factors);
+        constexpr int kVectorsPerPanel = Bf16Math::kPanelDims / 8;
+        *reinterpret_cast<uint4*>(q_tile + vector / kVectorsPerPanel * Bf16Math::kPanelBytes + swizzled_offset(row, vector % kVectorsPerPanel)) =
+            *reinterpret_cast<const uint4*>(scaled);
+      } else {
+#pragma unroll
+        for (int t = 0; t < kTerms; ++t)
+          *reinterpret_cast<uint2*>(q_tile + t * RowTile::kQBytes + swizzled_offset(row, vector >> 1) + (vector & 1) * 8) =
+              make_uint2(term(t, 2 * v), term(t, 2 * v + 1));
+      }
     }
     if (part == 0) row_scale[row] = fminf(amax * reciprocal * softmax_scale_log2, kLargestRowScale);
   }
@@ -242,49 +284,54 @@ struct RowState {
   float sum = 0.0f;           // this thread's part, scaled by 2^kProbabilityScaleLog2
 };
 
-// The functions below work on row kRow of the thread's pair: its 32 logits of a page are s[4j + 2 kRow] and s[4j + 2 kRow + 1], keys
-// 8j + 2q and 8j + 2q + 1.
-constexpr int kRowValues = ptx::kAccumulators / RowTile::kRowsPerThread;
-constexpr int kSteps = RowTile::kPageSize / 32;  // k32 steps of P V
+// The functions below work on row kRow of the thread's pair: its logits of a block (32 of a page in E4M3) are s[4j + 2 kRow] and
+// s[4j + 2 kRow + 1], keys 8j + 2q and 8j + 2q + 1.
+constexpr int kRowValues = ptx::kAccumulators / RowTile::kRowsPerThread;  // of O
 
 template <int kRow>
 __device__ __forceinline__ constexpr int value_index(int i) {
   return 4 * (i / 2) + 2 * kRow + i % 2;
 }
 
-// Masks the keys behind `last_key` (in the page). With one term the thread's first key is added to 32 constants, sums that the compiler
+// Masks the keys behind `last_key` (in the block). With one term the thread's first key is added to 32 constants, sums that the compiler
 // keeps in registers; two terms of P leave no room for them, so it is taken from `last_key` once.
-template <int kRow, int kTerms, int kFrom, int kTo>
-__device__ __forceinline__ void mask_future_keys(float (&s)[ptx::kAccumulators], int last_key, int lane) {
+template <int kRow, class Math, int kFrom, int kTo>
+__device__ __forceinline__ void mask_future_keys(float (&s)[Math::kLogits], int last_key, int lane) {
   const int own = 2 * (lane & 3);
-  const int first = kTerms == 1 ? own : 0, last = kTerms == 1 ? last_key : last_key - own;
+  const int first = Math::kTerms == 1 ? own : 0, last = Math::kTerms == 1 ? last_key : last_key - own;
 #pragma unroll
   for (int i = kFrom; i < kTo; ++i)
     if (8 * (i / 2) + first + i % 2 > last) s[value_index<kRow>(i)] = kMasked;
 }
 
-// A row's probabilities of a page as sums of kTerms E4M3 values, four to a register; the sum before rounding and the largest sum of four.
-template <int kTerms>
+// A row's probabilities of a block as sums of E4M3 values, four to a register, or in BF16, two to a register; the sum before rounding and the
+// largest sum of four.
+template <class Math>
 struct RowProbabilities {
-  uint32_t fours[kTerms][kRowValues / 4];
+  uint32_t packed[Math::kTerms][2 * kBlockSteps];
   float sum, most;
 };
 
-// Rounds four probabilities to E4M3, or splits them into two terms: the first four bits of each, and what is left of it.
-__device__ __forceinline__ void round_four(const float (&p)[4], int i, RowProbabilities<1>& row) {
-  row.fours[0][i] = ptx::to_e4m3x4(p[0], p[1], p[2], p[3]);
+// Rounds four probabilities to E4M3 or BF16, or splits them into two terms of E4M3: the first four bits of each, and what is left of it.
+__device__ __forceinline__ void round_four(const float (&p)[4], int i, RowProbabilities<E4m3Math<1>>& row) {
+  row.packed[0][i] = ptx::to_e4m3x4(p[0], p[1], p[2], p[3]);
 }
 
-__device__ __forceinline__ void round_four(const float (&p)[4], int i, RowProbabilities<2>& row) {
+__device__ __forceinline__ void round_four(const float (&p)[4], int i, RowProbabilities<Bf16Math>& row) {
+  row.packed[0][2 * i] = ptx::to_bf16x2(p[0], p[1]);
+  row.packed[0][2 * i + 1] = ptx::to_bf16x2(p[2], p[3]);
+}
+
+__device__ __forceinline__ void round_four(const float (&p)[4], int i, RowProbabilities<E4m3Math<2>>& row) {
   const __half2 low = ptx::to_half2(p[0], p[1]), high = ptx::to_half2(p[2], p[3]);
   const __half2 first_low = ptx::first_four_bits(low), first_high = ptx::first_four_bits(high);
-  row.fours[0][i] = ptx::to_e4m3x4(first_low, first_high);
-  row.fours[1][i] = ptx::to_e4m3x4(__hsub2(low, first_low), __hsub2(high, first_high));
+  row.packed[0][i] = ptx::to_e4m3x4(first_low, first_high);
+  row.packed[1][i] = ptx::to_e4m3x4(__hsub2(low, first_low), __hsub2(high, first_high));
 }
 
-template <int kRow, int kFrom = 0, int kTo = kRowValues, int kTerms>
-__device__ __forceinline__ void exponentials(const float (&s)[ptx::kAccumulators], const RowState& state, float scale,
-                                             RowProbabilities<kTerms>& row) {
+template <int kRow, class Math, int kFrom = 0, int kTo = Math::kRowLogits>
+__device__ __forceinline__ void exponentials(const float (&s)[Math::kLogits], const RowState& state, float scale,
+                                             RowProbabilities<Math>& row) {
   const float bias = kProbabilityScaleLog2 - state.reference;
   if constexpr (kFrom == 0) row.sum = row.most = 0.0f;
 #pragma unroll
@@ -299,14 +346,13 @@ __device__ __forceinline__ void exponentials(const float (&s)[ptx::kAccumulators
   }
 }
 
-// Raises the row's reference to what the page holds, and rescales to it what the row has gathered in `o` and in its sum. A row's first
+// Raises the row's reference to what the block holds, and rescales to it what the row has gathered in `o` and in its sum. A row's first
 // page always comes here.
-template <int kRow>
-__device__ __forceinline__ void raise_reference(const float (&s)[ptx::kAccumulators], RowState& state, float scale,
-                                                float (&o)[ptx::kAccumulators]) {
+template <int kRow, int kLogits>
+__device__ __forceinline__ void raise_reference(const float (&s)[kLogits], RowState& state, float scale, float (&o)[ptx::kAccumulators]) {
   float most = kMasked;
 #pragma unroll
-  for (int i = 0; i < kRowValues; ++i) most = fmaxf(most, s[value_index<kRow>(i)]);
+  for (int i = 0; i < kLogits / RowTile::kRowsPerThread; ++i) most = fmaxf(most, s[value_index<kRow>(i)]);
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
   const float reference = fmaxf(state.reference, most + fminf(fabsf(most) * kReferenceRoundUp, kMostRoundUp));
@@ -317,50 +363,50 @@ __device__ __forceinline__ void raise_reference(const float (&s)[ptx::kAccumulat
   for (int i = 0; i < kRowValues; ++i) o[value_index<kRow>(i)] *= correction;
 }
 
-// Takes a page's probabilities over, after raising the reference and computing them again when they could have saturated. No wgmma may
+// Takes a block's probabilities over, after raising the reference and computing them again when they could have saturated. No wgmma may
 // have `o` in flight.
-template <int kRow, int kTerms>
-__device__ __forceinline__ void accept_row(const float (&s)[ptx::kAccumulators], RowState& state, float scale,
-                                           float (&o)[ptx::kAccumulators], RowProbabilities<kTerms>& row) {
+template <int kRow, class Math>
+__device__ __forceinline__ void accept_row(const float (&s)[Math::kLogits], RowState& state, float scale,
+                                           float (&o)[ptx::kAccumulators], RowProbabilities<Math>& row) {
   if (__any_sync(~0u, row.most > kE4m3Max)) {
     raise_reference<kRow>(s, state, scale, o);
-    exponentials<kRow>(s, state, scale, row);
+    exponentials<kRow, Math>(s, state, scale, row);
   }
   state.sum += row.sum;
 }
 
-// Puts a row's probabilities in their place: its half of the A fragments of the page's k32 steps, in the token order of transpose_v.
+// Puts a row's probabilities in their place: its half of the A fragments of the block's steps, of E4M3 in the token order of transpose_v.
 // Written where the program says so, see ptx::pin_registers.
-template <int kRow, int kTerms>
-__device__ __forceinline__ void to_fragments(const RowProbabilities<kTerms>& row, uint32_t (&fragments)[kTerms][kSteps][4]) {
+template <int kRow, class Math>
+__device__ __forceinline__ void to_fragments(const RowProbabilities<Math>& row, uint32_t (&fragments)[Math::kTerms][kBlockSteps][4]) {
 #pragma unroll
-  for (int term = 0; term < kTerms; ++term)
+  for (int term = 0; term < Math::kTerms; ++term)
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+    for (int step = 0; step < kBlockSteps; ++step)
       asm volatile("mov.b32 %0, %2;\nmov.b32 %1, %3;"
                    : "=r"(fragments[term][step][kRow]), "=r"(fragments[term][step][kRow + 2])
-                   : "r"(row.fours[term][2 * step]), "r"(row.fours[term][2 * step + 1]));
+                   : "r"(row.packed[term][2 * step]), "r"(row.packed[term][2 * step + 1]));
 }
 
 // The same of a query that did not pick the page.
 template <int kRow, int kTerms>
-__device__ __forceinline__ void clear_fragments(uint32_t (&fragments)[kTerms][kSteps][4]) {
+__device__ __forceinline__ void clear_fragments(uint32_t (&fragments)[kTerms][kBlockSteps][4]) {
 #pragma unroll
   for (int term = 0; term < kTerms; ++term)
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+    for (int step = 0; step < kBlockSteps; ++step)
       asm volatile("mov.b32 %0, 0;\nmov.b32 %1, 0;" : "=r"(fragments[term][step][kRow]), "=r"(fragments[term][step][kRow + 2]));
 }
 
-// A warp's softmax of one page in two parts: only the first may run while a P V is in flight.
-template <int kTerms>
-struct PageSoftmax {
-  bool member[RowTile::kRowsPerThread];    // by row of the pair: its query picked the page
-  int last_key[RowTile::kRowsPerThread];   // and sees the page up to here
-  RowProbabilities<kTerms> row;
+// A warp's softmax of one block in two parts: only the first may run while a P V is in flight.
+template <class Math>
+struct BlockSoftmax {
+  bool member[RowTile::kRowsPerThread];    // by row of the pair: its query picked the page, and sees some of the block
+  int last_key[RowTile::kRowsPerThread];   // and sees the block up to here
+  RowProbabilities<Math> row;
 
-  // `members`: bit j of the page's members among the tile's queries; `first_token`: the page's position.
-  __device__ __forceinline__ PageSoftmax(uint32_t members, int first_token, const int (&limit)[RowTile::kRowsPerThread], int warp) {
+  // `members`: bit j of the block's members among the tile's queries; `first_token`: the block's position.
+  __device__ __forceinline__ BlockSoftmax(uint32_t members, int first_token, const int (&limit)[RowTile::kRowsPerThread], int warp) {
 #pragma unroll
     for (int r = 0; r < RowTile::kRowsPerThread; ++r) {
       member[r] = (members >> RowTile::query_of(warp, r)) & 1;
@@ -368,22 +414,22 @@ struct PageSoftmax {
     }
   }
 
-  template <int kRow, int kFrom = 0, int kTo = kRowValues>
-  __device__ __forceinline__ void mask_and_exponentiate(float (&s)[ptx::kAccumulators], const RowState (&state)[2],
-                                                        const float (&scale)[2], int lane) {
-    if (last_key[kRow] < RowTile::kPageSize - 1) mask_future_keys<kRow, kTerms, kFrom, kTo>(s, last_key[kRow], lane);
-    exponentials<kRow, kFrom, kTo>(s, state[kRow], scale[kRow], row);
+  template <int kRow, int kFrom = 0, int kTo = Math::kRowLogits>
+  __device__ __forceinline__ void mask_and_exponentiate(float (&s)[Math::kLogits], const RowState (&state)[2], const float (&scale)[2],
+                                                        int lane) {
+    if (last_key[kRow] < Math::kBlockTokens - 1) mask_future_keys<kRow, Math, kFrom, kTo>(s, last_key[kRow], lane);
+    exponentials<kRow, Math, kFrom, kTo>(s, state[kRow], scale[kRow], row);
   }
 
   // Its part that needs the logits kFrom to kTo - 1 of each row only; the parts in ascending order.
-  template <int kFrom = 0, int kTo = kRowValues>
-  __device__ __forceinline__ void begin(float (&s)[ptx::kAccumulators], const RowState (&state)[2], const float (&scale)[2], int lane) {
+  template <int kFrom = 0, int kTo = Math::kRowLogits>
+  __device__ __forceinline__ void begin(float (&s)[Math::kLogits], const RowState (&state)[2], const float (&scale)[2], int lane) {
     if (member[0]) mask_and_exponentiate<0, kFrom, kTo>(s, state, scale, lane);
     else if (member[1]) mask_and_exponentiate<1, kFrom, kTo>(s, state, scale, lane);
   }
 
-  __device__ __forceinline__ void finish(float (&s)[ptx::kAccumulators], RowState (&state)[2], const float (&scale)[2],
-                                         float (&o)[ptx::kAccumulators], uint32_t (&fragments)[kTerms][kSteps][4], int lane) {
+  __device__ __forceinline__ void finish(float (&s)[Math::kLogits], RowState (&state)[2], const float (&scale)[2],
+                                         float (&o)[ptx::kAccumulators], uint32_t (&fragments)[Math::kTerms][kBlockSteps][4], int lane) {
     if (member[0]) {
       accept_row<0>(s, state[0], scale[0], o, row);
       to_fragments<0>(row, fragments);
@@ -400,20 +446,39 @@ struct PageSoftmax {
   }
 };
 
-// Issues S = Q K^T of one page. The caller has fenced; it commits.
+// Issues S = Q K^T of one block, a page in E4M3 or half of one in BF16 (told apart by their logits). The caller has fenced; it commits.
 __device__ __forceinline__ void issue_logits(float (&logits)[ptx::kAccumulators], uint64_t q_descriptor, uint64_t k_descriptor) {
   ptx::wgmma_m64n128k32_ss<false>(logits, q_descriptor, k_descriptor);
 #pragma unroll
   for (int step = 1; step < RowTile::kHeadDim / 32; ++step)
-    ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStepK32, k_descriptor + step * ptx::kDescriptorStepK32);
+    ptx::wgmma_m64n128k32_ss<true>(logits, q_descriptor + step * ptx::kDescriptorStep, k_descriptor + step * ptx::kDescriptorStep);
 }
 
-// Issues O += P V of one page. The caller has fenced; it commits.
-__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&fragments)[1][kSteps][4],
-                                             uint64_t vt_descriptor) {
+__device__ __forceinline__ void issue_logits(float (&logits)[Bf16Math::kLogits], uint64_t q_descriptor, uint64_t k_descriptor) {
+  constexpr int kStepsPerPanel = 128 / 32;  // bytes
+  constexpr uint64_t kPanelStep = Bf16Math::kPanelBytes >> 4;
+  ptx::wgmma_m64n64k16_ss<false>(logits, q_descriptor, k_descriptor);
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    ptx::wgmma_m64n128k32_rs(o, fragments[0][step], vt_descriptor + step * ptx::kDescriptorStepK32);
+  for (int step = 1; step < Bf16Math::kPanels * kStepsPerPanel; ++step) {
+    const uint64_t at = step / kStepsPerPanel * kPanelStep + step % kStepsPerPanel * ptx::kDescriptorStep;
+    ptx::wgmma_m64n64k16_ss<true>(logits, q_descriptor + at, k_descriptor + at);
+  }
+}
+
+// Issues O += P V of one block: `v` is V^T of a page in E4M3, V of half a page in BF16. The caller has fenced; it commits.
+template <class Math>
+__device__ __forceinline__ void issue_values(float (&o)[ptx::kAccumulators], const uint32_t (&fragments)[1][kBlockSteps][4], const uint8_t* v) {
+  if constexpr (Math::kBf16) {
+    constexpr uint64_t kStep = Bf16Math::kBlockTokens / kBlockSteps * 128 >> 4;  // tokens are rows of 128 bytes
+    const uint64_t descriptor = ptx::wgmma_descriptor_n_major<Bf16Math::kPanelBytes>(v);
+#pragma unroll
+    for (int step = 0; step < kBlockSteps; ++step) ptx::wgmma_m64n128k16_rs(o, fragments[0][step], descriptor + step * kStep);
+  } else {
+    const uint64_t descriptor = ptx::wgmma_descriptor(v);
+#pragma unroll
+    for (int step = 0; step < kBlockSteps; ++step)
+      ptx::wgmma_m64n128k32_rs(o, fragments[0][step], descriptor + step * ptx::kDescriptorStep);
+  }
 }
 
 // Products of two terms go in halves of 64 columns, each a batch of its own into half of the accumulators: keys of S = Q K^T, dimensions of
@@ -431,20 +496,20 @@ __device__ __forceinline__ void issue_half_of_logits(float (&logits)[ptx::kAccum
 #pragma unroll
   for (int i = 1; i < kTerms * kQSteps; ++i) {
     const int term = kTerms - 1 - i / kQSteps, step = i % kQSteps;
-    ptx::wgmma_m64n64k32_ss<true, kFirst>(logits, q_descriptor + term * kTermStep + step * ptx::kDescriptorStepK32,
-                                          k + step * ptx::kDescriptorStepK32);
+    ptx::wgmma_m64n64k32_ss<true, kFirst>(logits, q_descriptor + term * kTermStep + step * ptx::kDescriptorStep,
+                                          k + step * ptx::kDescriptorStep);
   }
 }
 
 template <int kFirst, int kTerms>
-__device__ __forceinline__ void issue_half_of_values(float (&sums)[ptx::kAccumulators], const uint32_t (&fragments)[kTerms][kSteps][4],
+__device__ __forceinline__ void issue_half_of_values(float (&sums)[ptx::kAccumulators], const uint32_t (&fragments)[kTerms][kBlockSteps][4],
                                                      uint64_t vt_descriptor) {
   const uint64_t vt = vt_descriptor + kFirst / kHalf * kHalfTile;
   ptx::wgmma_m64n64k32_rs<false, kFirst>(sums, fragments[kTerms - 1][0], vt);
 #pragma unroll
-  for (int i = 1; i < kTerms * kSteps; ++i) {
-    const int term = kTerms - 1 - i / kSteps, step = i % kSteps;
-    ptx::wgmma_m64n64k32_rs<true, kFirst>(sums, fragments[term][step], vt + step * ptx::kDescriptorStepK32);
+  for (int i = 1; i < kTerms * kBlockSteps; ++i) {
+    const int term = kTerms - 1 - i / kBlockSteps, step = i % kBlockSteps;
+    ptx::wgmma_m64n64k32_rs<true, kFirst>(sums, fragments[term][step], vt + step * ptx::kDescriptorStep);
   }
 }
 
@@ -456,6 +521,7 @@ __device__ __forceinline__ void add_half(const float (&sums)[ptx::kAccumulators]
 
 // Normalises a warp's rows and writes them to their queries' rows of the output; a query that saw nothing gets zeros, an absent one
 // (< 0) nothing.
+template <class Math>
 __device__ __forceinline__ void write_rows(const UnionAttentionParams& p, const float (&o)[ptx::kAccumulators],
                                            const RowState (&state)[2], const int (&query)[2], int kv_head, int warp, int lane) {
   const float v_scale = p.v_scale * (p.v_scale_device ? *p.v_scale_device : 1.0f);
@@ -465,18 +531,25 @@ __device__ __forceinline__ void write_rows(const UnionAttentionParams& p, const 
     float sum = state[r].sum;
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
+    const uint32_t writers = __ballot_sync(~0u, head < p.heads);
     if (query[r] < 0 || head >= p.heads) continue;
     const float norm = sum > 0.0f ? v_scale / sum : 0.0f;
-    __nv_bfloat16* out = p.out + query[r] * p.out_token_stride + (kv_head * p.heads + head) * p.out_head_stride + 4 * (lane & 3);
+    __nv_bfloat16* out = p.out + query[r] * p.out_token_stride + (kv_head * p.heads + head) * p.out_head_stride +
+                         (Math::kBf16 ? 8 * (lane & 1) + 2 * (lane & 2) : 4 * (lane & 3));
 #pragma unroll
-    for (int block = 0; block < RowTile::kHeadDim / 16; ++block) {  // dims 16 block + 4q + {0, 1, 2, 3}
+    for (int block = 0; block < RowTile::kHeadDim / 16; ++block) {  // 16 dims
       const float* even = o + 8 * block + 2 * r;
       const float* odd = even + 4;
-      __nv_bfloat162 low = __floats2bfloat162_rn(even[0] * norm, odd[0] * norm);
-      __nv_bfloat162 high = __floats2bfloat162_rn(even[1] * norm, odd[1] * norm);
       uint2 packed;
-      packed.x = *reinterpret_cast<uint32_t*>(&low);
-      packed.y = *reinterpret_cast<uint32_t*>(&high);
+      if constexpr (Math::kBf16) {
+        // The accumulators are dims 16 block + 2q, + 1 and those 8 behind them: lanes q and q ^ 1 trade, so that each has four in a row.
+        const bool second = lane & 1;
+        const uint32_t low = ptx::to_bf16x2(even[0] * norm, even[1] * norm), high = ptx::to_bf16x2(odd[0] * norm, odd[1] * norm);
+        const uint32_t theirs = __shfl_xor_sync(writers, second ? low : high, 1);
+        packed = second ? make_uint2(theirs, high) : make_uint2(low, theirs);
+      } else {
+        packed = make_uint2(ptx::to_bf16x2(even[0] * norm, odd[0] * norm), ptx::to_bf16x2(even[1] * norm, odd[1] * norm));
+      }
       *reinterpret_cast<uint2*>(out + 16 * block) = packed;
     }
   }
@@ -484,8 +557,9 @@ __device__ __forceinline__ void write_rows(const UnionAttentionParams& p, const 
 
 // ---------------------------------------------------------------- Host
 
-// A cache [slots, kv_heads, 128] of E4M3 as a 3-D tensor map whose box is `tokens` rows of one head.
-inline CUresult encode_cache_map(CUtensorMap* map, const void* cache, int64_t slots, int kv_heads, int64_t slot_stride,
+// A cache [slots, kv_heads, 128] as a 3-D tensor map whose box is 128 bytes of `tokens` rows of one head: a row of E4M3, half a row of BF16.
+// Strides in elements.
+inline CUresult encode_cache_map(CUtensorMap* map, const void* cache, bool bf16, int64_t slots, int kv_heads, int64_t slot_stride,
                                  int64_t head_stride, int tokens) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static Encode encode = [] {  // libcuda is not linked, so that the library loads on a machine without a driver
@@ -496,10 +570,11 @@ inline CUresult encode_cache_map(CUtensorMap* map, const void* cache, int64_t sl
   }();
   if (encode == nullptr) return CUDA_ERROR_NOT_FOUND;
   const cuuint64_t dims[3] = {128, static_cast<cuuint64_t>(kv_heads), static_cast<cuuint64_t>(slots)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head_stride), static_cast<cuuint64_t>(slot_stride)};
-  const cuuint32_t box[3] = {128, 1, static_cast<cuuint32_t>(tokens)};
+  const cuuint64_t bytes = bf16 ? sizeof(__nv_bfloat16) : 1;
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head_stride) * bytes, static_cast<cuuint64_t>(slot_stride) * bytes};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / bytes), 1, static_cast<cuuint32_t>(tokens)};
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(cache), dims, strides, box, element_strides,
+  return encode(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(cache), dims, strides, box, element_strides,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }

@@ -158,20 +158,35 @@ void value_tiles(TensorView v_cache, TensorView marks, TensorView tiles, TensorV
   check_cuda(pw::launch_value_tiles(params, static_cast<int>(v_cache.size(1)), multiprocessors(name), current_stream(v_cache)), name);
 }
 
+// Writes the order in which the plan's groups are drawn behind the queue's two counters; value_tiles does so beside its own work.
+void group_order(TensorView counts, TensorView queue) {
+  const char* name = "group_order";
+  require(counts.IsContiguous() && queue.IsContiguous() && queue.size(0) == 2 + counts.numel(), name,
+          "counts must be [kv_heads, groups], queue [2 + kv_heads * groups]");
+  DeviceGuard guard(counts);
+  pw::ValueTileParams params{};
+  params.counts = data<const int32_t>(counts);
+  params.order = data<int32_t>(queue) + 2;
+  params.groups = static_cast<int>(counts.size(1));
+  check_cuda(pw::launch_group_order(params, static_cast<int>(counts.size(0)), current_stream(counts)), name);
+}
+
+bool is_bf16(const TensorView& tensor) { return tensor.dtype().code == kDLBfloat && tensor.dtype().bits == 16; }
+
 // A cache's tensor map with boxes of `tokens` rows, or an error that names the cache.
 CUtensorMap cache_map(const char* function, const char* name, const TensorView& cache, int tokens) {
   CUtensorMap map;
-  const CUresult result = pw::encode_cache_map(&map, cache.data_ptr(), cache.size(0), static_cast<int>(cache.size(1)), cache.stride(0),
-                                               cache.stride(1), tokens);
+  const CUresult result = pw::encode_cache_map(&map, cache.data_ptr(), is_bf16(cache), cache.size(0), static_cast<int>(cache.size(1)),
+                                               cache.stride(0), cache.stride(1), tokens);
   if (result != CUDA_SUCCESS)
     TVM_FFI_THROW(RuntimeError) << function << ": cuTensorMapEncodeTiled failed (" << result << ") for " << name << " of " << cache.size(0)
-                                << " slots, strides " << cache.stride(0) << ", " << cache.stride(1) << " bytes";
+                                << " slots, strides " << cache.stride(0) << ", " << cache.stride(1);
   return map;
 }
 
-// out[i] = attention of query i over its own pages. `engine` is "stream" (groups of 8; needs `queue` and the plan's pages in
-// `tiles`; v_cache is not read) or "union8" (groups of 8: the two-CTA kernel, groups of 4: the same without a cluster). `precision` is
-// "fp8" or, with the stream engine, "high": two E4M3 terms for a value of Q and of P.
+// out[i] = attention of query i over its own pages. `engine` is "stream" (groups of 8; needs `queue`, and of E4M3 caches the plan's pages
+// in `tiles`, v_cache is not read then) or "union8" (E4M3; groups of 8: the two-CTA kernel, groups of 4: the same without a cluster).
+// `precision` is "fp8" or, with the stream engine, "high": two E4M3 terms for a value of Q and of P. BF16 caches are multiplied in BF16 in either.
 void attention(ffi::String engine, ffi::String precision, TensorView q, TensorView k_cache, TensorView v_cache, TensorView slots, TensorView pages,
                TensorView masks, TensorView counts, TensorView queries, TensorView limits, Optional<TensorView> queue, Optional<TensorView> tiles,
                TensorView out, double sm_scale, double k_scale, double v_scale, Optional<TensorView> k_scale_device, Optional<TensorView> v_scale_device) {
@@ -184,7 +199,11 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
   require(high_precision || precision == "fp8", name, "precision must be fp8 or high");
   require(!high_precision || stream_engine, name, "precision high needs the stream engine");
   require(group_size == 8 || (group_size == 4 && !stream_engine), name, "group_size must be 8, or 4 with the union8 engine");
-  require(!stream_engine || (queue.has_value() && tiles.has_value()), name, "the stream engine needs a queue and tiles");
+  const bool bf16 = is_bf16(k_cache);
+  require(bf16 == is_bf16(v_cache), name, "k_cache and v_cache must have one dtype");
+  require(!bf16 || stream_engine, name, "BF16 caches need the stream engine");
+  require(!stream_engine || queue.has_value(), name, "the stream engine needs a queue");
+  require(!stream_engine || bf16 || tiles.has_value(), name, "the stream engine needs tiles of an E4M3 cache");
   require(!tiles.has_value() || (tiles.value().IsContiguous() && tiles.value().size(0) == kv_heads &&
                                  tiles.value().size(1) == k_cache.size(0) / pw::RowTile::kPageSize),
           name, "tiles must be [kv_heads, pool pages, 16384]");
@@ -222,13 +241,15 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
 
   const cudaStream_t stream = current_stream(q);
   if (stream_engine) {
-    auto launch = [&](auto traits) {
-      check_cuda(pw::launch_stream_attention<decltype(traits)>(cache_map(name, "k_cache", k_cache, pw::RowTile::kPageSize), params,
-                                                               kv_heads, multiprocessors(name), stream),
-                 name);
+    auto launch = [&](auto math) {
+      using Math = decltype(math);
+      const CUtensorMap k_map = cache_map(name, "k_cache", k_cache, Math::kBlockTokens);
+      const CUtensorMap v_map = Math::kBf16 ? cache_map(name, "v_cache", v_cache, Math::kBlockTokens) : k_map;
+      check_cuda(pw::launch_stream_attention<pw::StreamTraits<2, Math>>(k_map, v_map, params, kv_heads, multiprocessors(name), stream), name);
     };
-    if (high_precision) launch(pw::StreamTraits<2, 2>{});
-    else launch(pw::StreamTraits<2, 1>{});
+    if (bf16) launch(pw::Bf16Math{});
+    else if (high_precision) launch(pw::E4m3Math<2>{});
+    else launch(pw::E4m3Math<1>{});
     return;
   }
   auto launch = [&](auto traits) {
@@ -248,5 +269,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_regroup, regroup)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_union_prep, union_prep)
 #ifndef PW_PLAN_ONLY
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_value_tiles, value_tiles)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_group_order, group_order)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_attention, attention)
 #endif

@@ -44,22 +44,22 @@ namespace pw {
 
 // ---------------------------------------------------------------- Types
 
-// kTerms: E4M3 values whose sum stands for one value of Q or P; 1 is precision fp8, 2 is precision high.
-template <int kConsumers_, int kTerms_>
+template <int kConsumers_, class Math_>
 struct StreamTraits {
+  using Math = Math_;
   static constexpr int kConsumers = kConsumers_;
-  static constexpr int kTerms = kTerms_;
   static constexpr int kGroupSize = kConsumers * RowTile::kQueries;
   static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
   static constexpr int kChunks = kMaxUnion / 32;     // a lane of the loading warp holds every 32nd entry of a page list
   static constexpr int kThreads = RowTile::kThreads * (kConsumers + 1);
-  static constexpr int kStages = kTerms == 1 ? 6 : 5;  // of 32 KiB; with Q's 32 or 64 KiB 224 of the SM's 227 KiB
+  static constexpr int kBlocksPerPage = Math::kBlocksPerPage;
+  static constexpr int kStages = Math::kQBytes == RowTile::kQBytes ? 6 : 5;  // of 32 KiB; with Q's 32 or 64 KiB 224 of the SM's 227 KiB
   static constexpr int kGroupSlots = 2;  // of quantised queries: the group that is walked and the next
   static constexpr int kDraws = 2;       // numbers of groups on their way to the quantising warps
-  // Pages of a group that are left to load when the next group is drawn: long enough before for its queries to be quantised in time, and
+  // Blocks of a group that are left to load when the next group is drawn: long enough before for its queries to be quantised in time, and
   // as late as possible, because what a CTA has drawn at the end no idle CTA can take over.
-  static constexpr int kDrawAhead = 12;
-  static constexpr int kIssued = 8;      // at least kStages: no more pages than that are on their way
+  static constexpr int kDrawAhead = 12 * kBlocksPerPage;
+  static constexpr int kIssued = 8;      // at least kStages: no more blocks than that are on their way
   static constexpr int kQuantisingWarps = RowTile::kWarps - 1;
   // setmaxnreg deals the registers of the launch (168 a thread in three warpgroups: 504) out anew. A sum above that would hang: the
   // last warpgroup waits for registers that nobody gives back.
@@ -71,19 +71,22 @@ struct StreamTraits {
   static_assert(kGroupSize <= 8 && kMaxUnion % 32 == 0, "masks are bytes; whole chunks");
 };
 
-// Where a consumer goes next. Every page carries this for each consumer, and every group the first one.
-struct alignas(8) NextPage {
-  uint32_t number;  // of all pages that go through the ring; page n uses slot n % kStages
-  uint32_t meta;    // members among the consumer's four queries, or 0: no page; kFar; logical page << kPageShift
+// Where a consumer goes next. Every block carries this for each consumer, and every group the first one.
+struct alignas(8) NextBlock {
+  uint32_t number;  // of all blocks that go through the ring; block n uses slot n % kStages
+  uint32_t meta;    // members among the consumer's four queries, or 0: no block; kFar; position in blocks << kPositionShift
 
   __device__ __forceinline__ uint32_t members() const { return meta & kMembers; }
   __device__ __forceinline__ bool is_far() const { return (meta & kFar) != 0; }
-  __device__ __forceinline__ int first_token() const { return static_cast<int>(meta >> kPageShift) * RowTile::kPageSize; }
+  template <class Math>
+  __device__ __forceinline__ int first_token() const {
+    return static_cast<int>(meta >> kPositionShift) * Math::kBlockTokens;
+  }
 
   static constexpr uint32_t kMembers = (1u << RowTile::kQueries) - 1;
-  // Further behind this page than the ring is deep. It may only be issued once V of this page is freed, so P V must not wait for it.
+  // Further behind this block than the ring is deep. It may only be issued once V of this block is freed, so P V must not wait for it.
   static constexpr uint32_t kFar = 1u << 4;
-  static constexpr int kPageShift = 8;  // positions are 32 bits wide, so that 24 hold a page's number
+  static constexpr int kPositionShift = 6;  // 26 bits for positions of 32, in blocks of at least 64
 };
 
 template <class Traits>
@@ -92,7 +95,7 @@ struct StreamGroup {
   int32_t queries[Traits::kGroupSize];
   int32_t limits[Traits::kGroupSize];
   float row_scale[Traits::kConsumers][RowTile::kRows];
-  NextPage first[Traits::kConsumers];
+  NextBlock first[Traits::kConsumers];
 };
 constexpr int32_t kNoWork = -1;
 
@@ -101,26 +104,32 @@ struct alignas(8) ListedPage {
   int32_t slot;            // physical page
   uint32_t page_and_mask;  // logical page << kPageShift; bit r: slot r of the group picked the page and sees some of it
 
-  __device__ __forceinline__ uint32_t members(int c) const {
-    return (page_and_mask >> (c * RowTile::kQueries)) & NextPage::kMembers;
+  static constexpr int kPageShift = 8;  // positions are 32 bits wide, so that 24 hold a page's number
+  __device__ __forceinline__ uint32_t page() const { return page_and_mask >> kPageShift; }
+  __device__ __forceinline__ uint32_t members(int c) const { return members_of(page_and_mask, c); }
+  // Consumer c's part of a mask over the group's slots.
+  __device__ __forceinline__ static uint32_t members_of(uint32_t mask, int c) {
+    return (mask >> (c * RowTile::kQueries)) & NextBlock::kMembers;
   }
 };
 
 template <class Traits>
 struct alignas(1024) StreamSharedStorage {
   uint8_t k[Traits::kStages][RowTile::kTileBytes];
-  uint8_t vt[Traits::kStages][RowTile::kTileBytes];
-  uint8_t q[Traits::kGroupSlots][Traits::kConsumers][Traits::kTerms][RowTile::kQBytes];
-  ListedPage list[Traits::kMaxUnion];  // the loading warp's own
+  uint8_t v[Traits::kStages][RowTile::kTileBytes];  // V^T of a page in E4M3, V of half a page in BF16
+  uint8_t q[Traits::kGroupSlots][Traits::kConsumers][Traits::Math::kQBytes];
+  ListedPage list[Traits::kMaxUnion];  // the loading warp's own, as all up to `next`
+  uint8_t late[Traits::kBlocksPerPage > 1 ? Traits::kMaxUnion : 1];  // of a page in two blocks: who sees some of the second
   uint8_t distance[Traits::kMaxUnion][Traits::kConsumers];
   StreamGroup<Traits> groups[Traits::kGroupSlots];
-  NextPage next[Traits::kStages][Traits::kConsumers];
+  NextBlock next[Traits::kStages][Traits::kConsumers];
   int32_t draws[Traits::kDraws];
   uint64_t k_ready[Traits::kStages], v_ready[Traits::kStages];
   uint64_t k_free[Traits::kStages], v_free[Traits::kStages];
   uint64_t issued[Traits::kConsumers][Traits::kIssued];
   uint64_t ready[Traits::kGroupSlots], done[Traits::kGroupSlots];
   uint64_t drawn[Traits::kDraws], read[Traits::kDraws];
+  uint64_t last_landed;  // a group's last block of V, where what lies behind the group's sight is cleared before anybody is told
 };
 
 // Place in the endless sequence of things that pass through a ring.
@@ -159,6 +168,15 @@ struct GroupPages {
     }
   }
 
+  // The bits of queries that see something of the second half of their chunk's page.
+  __device__ __forceinline__ uint32_t late_mask(int chunk) const {
+    uint32_t late = mask[chunk];
+#pragma unroll
+    for (int r = 0; r < Traits::kGroupSize; ++r)
+      if (__shfl_sync(~0u, limit, r) < page[chunk] * RowTile::kPageSize + RowTile::kPageSize / 2) late &= ~(1u << r);
+    return late;
+  }
+
   // Clears the bits of queries that see nothing of a page, and of pages that cannot be read.
   __device__ __forceinline__ void drop_unseen() {
 #pragma unroll
@@ -188,7 +206,8 @@ __device__ __forceinline__ int draw_group(const UnionAttentionParams& p, StreamS
 }
 
 // Writes the list of the group's pages that somebody sees, in the order of the union, and for each page and consumer the distance to
-// the next page that has a member of the consumer (0: none). Returns the number of pages; first[c]: first page of consumer c, or -1.
+// the next page that has a member of the consumer (0: none). Returns the number of blocks: all of the pages but a second half of the last
+// that nobody sees; first[c]: first page of consumer c, or -1.
 template <class Traits>
 __device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, StreamSharedStorage<Traits>& shared, int lane,
                                           int (&first)[Traits::kConsumers]) {
@@ -198,9 +217,12 @@ __device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, Strea
   for (int i = 0; i < Traits::kChunks; ++i) {
     const bool seen = group.mask[i] != 0;
     const uint32_t all = __ballot_sync(~0u, seen);
-    if (seen)
-      shared.list[count + __popc(all & ((1u << lane) - 1))] = {group.slot[i],
-                                                               static_cast<uint32_t>(group.page[i]) << NextPage::kPageShift | group.mask[i]};
+    const int entry = count + __popc(all & ((1u << lane) - 1));
+    if (seen) shared.list[entry] = {group.slot[i], static_cast<uint32_t>(group.page[i]) << ListedPage::kPageShift | group.mask[i]};
+    if constexpr (Traits::kBlocksPerPage > 1) {
+      const uint32_t late = group.late_mask(i);
+      if (seen) shared.late[entry] = static_cast<uint8_t>(late);
+    }
     count += __popc(all);
   }
   __syncwarp();
@@ -223,40 +245,74 @@ __device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, Strea
 #pragma unroll
   for (int c = 0; c < Traits::kConsumers; ++c) first[c] = next[c];
   __syncwarp();
+  if constexpr (Traits::kBlocksPerPage > 1) return 2 * count - (count > 0 && shared.late[count - 1] == 0);
   return count;
 }
 
-// One thread's work: copies the listed pages into the ring. V of a page is issued after K of the next: a consumer needs it a page
-// later, and frees it a page later.
+// One thread's work: copies the blocks of the listed pages into the ring. V of a block is issued after K of the next: a consumer needs it a
+// block later, and frees it a block later.
 template <class Traits>
-struct PageCopier {
-  const CUtensorMap& k_map;
+struct BlockCopier {
+  using Math = typename Traits::Math;
+  static constexpr int kBlocksPerPage = Traits::kBlocksPerPage;
+
+  const CUtensorMap &k_map, &v_map;
   StreamSharedStorage<Traits>& shared;
   RingPosition<Traits::kStages> k_ring, v_ring;
-  uint32_t issued[Traits::kConsumers] = {};  // pages of each consumer whose K has been issued
-  uint32_t loaded = 0;  // pages whose K has been issued
+  uint32_t issued[Traits::kConsumers] = {};  // blocks of each consumer whose K has been issued
+  uint32_t loaded = 0;  // blocks whose K has been issued
 
-  __device__ __forceinline__ NextPage describe(int c, int entry, int distance) const {
-    const ListedPage page = shared.list[entry + distance];
-    const uint32_t far = distance > Traits::kStages ? NextPage::kFar : 0;
-    return {loaded + distance, page.page_and_mask >> NextPage::kPageShift << NextPage::kPageShift | far | page.members(c)};
+  // Who of consumer c's queries sees some of a block.
+  __device__ __forceinline__ uint32_t members(int c, int block) const {
+    if constexpr (kBlocksPerPage > 1) {
+      if (block % 2 != 0) return ListedPage::members_of(shared.late[block / 2], c);
+    }
+    return shared.list[block / kBlocksPerPage].members(c);
   }
 
-  // Consumers without a member skip the page.
-  __device__ __forceinline__ void free_for_others(uint64_t* barrier, const ListedPage& page) const {
+  // How far behind a block consumer c's next block lies; 0: there is none.
+  __device__ __forceinline__ int next_of(int c, int block) const {
+    const int pages = shared.distance[block / kBlocksPerPage][c];
+    if constexpr (kBlocksPerPage > 1) {
+      if (block % 2 == 0 && members(c, block + 1) != 0) return 1;
+      return pages == 0 ? 0 : 2 * pages - block % 2;
+    }
+    return pages;
+  }
+
+  __device__ __forceinline__ NextBlock describe(int c, int block, int distance) const {
+    const uint32_t position = shared.list[(block + distance) / kBlocksPerPage].page() * kBlocksPerPage + (block + distance) % kBlocksPerPage;
+    const uint32_t far = distance > Traits::kStages ? NextBlock::kFar : 0;
+    return {loaded + distance, position << NextBlock::kPositionShift | far | members(c, block + distance)};
+  }
+
+  // Consumers without a member skip the block.
+  __device__ __forceinline__ void free_for_others(uint64_t* barrier, int block) const {
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c)
-      if (page.members(c) == 0) ptx::mbarrier_arrive_many(barrier, RowTile::kWarps);
+      if (members(c, block) == 0) ptx::mbarrier_arrive_many(barrier, RowTile::kWarps);
   }
 
-  __device__ __forceinline__ void copy_k(int entry, int kv_head) {
+  // Copies the block from a cache to shared memory: a box of the map, or one for each panel.
+  __device__ __forceinline__ void copy(uint8_t* to, const CUtensorMap& map, int block, int kv_head, uint64_t* barrier) const {
+    const int first_slot = shared.list[block / kBlocksPerPage].slot * RowTile::kPageSize + block % kBlocksPerPage * Math::kBlockTokens;
+    ptx::mbarrier_arrive_expect_tx(barrier, RowTile::kTileBytes);
+    if constexpr (Math::kBf16) {
+#pragma unroll
+      for (int panel = 0; panel < Math::kPanels; ++panel)
+        ptx::tma_load_3d(to + panel * Math::kPanelBytes, &map, panel * Math::kPanelDims, kv_head, first_slot, barrier);
+    } else {
+      ptx::tma_load_3d(to, &map, 0, kv_head, first_slot, barrier);
+    }
+  }
+
+  __device__ __forceinline__ void copy_k(int block, int kv_head) {
     const int s = k_ring.stage;
-    const ListedPage page = shared.list[entry];
-    NextPage following[Traits::kConsumers];
+    NextBlock following[Traits::kConsumers];
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) {
-      const int distance = shared.distance[entry][c];
-      following[c] = distance == 0 ? NextPage{0, 0} : describe(c, entry, distance);
+      const int distance = next_of(c, block);
+      following[c] = distance == 0 ? NextBlock{0, 0} : describe(c, block, distance);
     }
     ptx::mbarrier_wait(&shared.k_free[s], k_ring.phase ^ 1);  // a barrier that was never used counts as free
     // v_ready's parity tells a page only from the one before it in the same slot, which a consumer may have skipped: it has landed
@@ -264,34 +320,53 @@ struct PageCopier {
     ptx::mbarrier_wait(&shared.v_ready[s], k_ring.phase ^ 1);
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) shared.next[s][c] = following[c];
-    ptx::mbarrier_arrive_expect_tx(&shared.k_ready[s], RowTile::kTileBytes);
-    ptx::tma_load_3d(shared.k[s], &k_map, 0, kv_head, page.slot * RowTile::kPageSize, &shared.k_ready[s]);
+    copy(shared.k[s], k_map, block, kv_head, &shared.k_ready[s]);
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) {
-      if (page.members(c) != 0) ptx::mbarrier_arrive(&shared.issued[c][issued[c]++ % Traits::kIssued]);
+      if (members(c, block) != 0) ptx::mbarrier_arrive(&shared.issued[c][issued[c]++ % Traits::kIssued]);
     }
-    free_for_others(&shared.k_free[s], page);
+    free_for_others(&shared.k_free[s], block);
     k_ring.advance();
     ++loaded;
   }
 
-  __device__ __forceinline__ void copy_v(int entry, const uint8_t* tiles) {
+  // `landed`: the barrier that is told, the stage's v_ready if null. Returns where the block goes.
+  __device__ __forceinline__ int copy_v(int block, int kv_head, const uint8_t* tiles, uint64_t* landed = nullptr) {
     const int s = v_ring.stage;
-    const ListedPage page = shared.list[entry];
     ptx::mbarrier_wait(&shared.v_free[s], v_ring.phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(&shared.v_ready[s], RowTile::kTileBytes);
-    ptx::bulk_load(shared.vt[s], tiles + static_cast<int64_t>(page.slot) * RowTile::kTileBytes, RowTile::kTileBytes, &shared.v_ready[s]);
-    free_for_others(&shared.v_free[s], page);
+    if (landed == nullptr) landed = &shared.v_ready[s];
+    if constexpr (Math::kBf16) {
+      copy(shared.v[s], v_map, block, kv_head, landed);
+    } else {
+      ptx::mbarrier_arrive_expect_tx(landed, RowTile::kTileBytes);
+      ptx::bulk_load(shared.v[s], tiles + static_cast<int64_t>(shared.list[block].slot) * RowTile::kTileBytes, RowTile::kTileBytes, landed);
+    }
+    free_for_others(&shared.v_free[s], block);
     v_ring.advance();
+    return s;
   }
 };
 
+// Run by a warp: the last `rows` tokens of a block of V in BF16 become zeros.
+template <class Math>
+__device__ __forceinline__ void clear_last_rows(uint8_t* v, int rows, int lane) {
+  constexpr int kVectors = 128 / sizeof(uint4);  // of a row of a panel
+#pragma unroll 1
+  for (int i = lane; i < rows * kVectors; i += 32) {
+#pragma unroll
+    for (int panel = 0; panel < Math::kPanels; ++panel)
+      reinterpret_cast<uint4*>(v + (panel + 1) * Math::kPanelBytes)[-1 - i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 template <class Traits>
-__device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared,
-                                           int work_items, int lane) {
+__device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const CUtensorMap& v_map, const UnionAttentionParams& p,
+                                           StreamSharedStorage<Traits>& shared, int work_items, int lane) {
+  using Math = typename Traits::Math;
   RingPosition<Traits::kDraws> draws;
   RingPosition<Traits::kGroupSlots> group_ring;
-  PageCopier<Traits> copier{k_map, shared};
+  BlockCopier<Traits> copier{k_map, v_map, shared};
+  uint32_t last_landed_phase = 0;
   int next_work = kNoWork;
   if (lane == 0) next_work = draw_group(p, shared, work_items, draws);
 #pragma unroll 1
@@ -305,24 +380,45 @@ __device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const Union
     const int count = list_pages(pages, shared, lane, first);
     ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
     __syncwarp();  // a lane that still waits must not see the barrier move on twice
+    // In BF16 V is read as it lies in the cache, where anything may lie behind a sequence's end, and a probability of zero does not undo a
+    // NaN. What nobody of the group sees is at the end of its last block.
+    int hidden = 0;
+    if constexpr (Math::kBf16) {
+      if (count > 0) {
+        const int position = shared.list[(count - 1) / 2].page() * 2 + (count - 1) % 2;
+        hidden = (position + 1) * Math::kBlockTokens - 1 - __reduce_max_sync(~0u, pages.limit);
+      }
+    }
+    int last_stage = 0;
     if (lane == 0) {
 #pragma unroll
       for (int c = 0; c < Traits::kConsumers; ++c)
-        shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextPage{0, 0} : copier.describe(c, 0, first[c]);
+        shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextBlock{0, 0} : copier.describe(c, 0, first[c] * Traits::kBlocksPerPage);
       ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);
       const int kv_head = work / p.groups;
       const uint8_t* tiles = p.value_tiles + static_cast<int64_t>(kv_head) * p.pool_pages * RowTile::kTileBytes;
       const int draw_at = max(count - Traits::kDrawAhead, 0);
 #pragma unroll 1
-      for (int entry = 0; entry < count; ++entry) {
-        copier.copy_k(entry, kv_head);
-        if (entry > 0) copier.copy_v(entry - 1, tiles);
-        if (entry == draw_at) next_work = draw_group(p, shared, work_items, draws);
+      for (int block = 0; block < count; ++block) {
+        copier.copy_k(block, kv_head);
+        if (block > 0) copier.copy_v(block - 1, kv_head, tiles);
+        if (block == draw_at) next_work = draw_group(p, shared, work_items, draws);
       }
-      if (count > 0) copier.copy_v(count - 1, tiles);
+      if (count > 0) last_stage = copier.copy_v(count - 1, kv_head, tiles, hidden > 0 ? &shared.last_landed : nullptr);
       else next_work = draw_group(p, shared, work_items, draws);
     }
     __syncwarp();
+    if constexpr (Math::kBf16) {
+      if (hidden > 0) {
+        ptx::mbarrier_wait(&shared.last_landed, last_landed_phase);
+        last_landed_phase ^= 1;
+        last_stage = __shfl_sync(~0u, last_stage, 0);
+        clear_last_rows<Math>(shared.v[last_stage], hidden, lane);
+        ptx::fence_proxy_async_shared();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&shared.v_ready[last_stage]);
+      }
+    }
     group_ring.advance();
   }
   if (lane == 0) {
@@ -371,7 +467,7 @@ __device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, S
           group.queries[r] = query;
           group.limits[r] = limit;
         }
-        quantise_query<Traits::kTerms>(p, shared.q[ring.stage][consumer][0], group.row_scale[consumer], query, kv_head,
+        quantise_query<typename Traits::Math>(p, shared.q[ring.stage][consumer], group.row_scale[consumer], query, kv_head,
                                        r % RowTile::kQueries, lane, softmax_scale_log2);
       }
       ptx::fence_proxy_async_shared();
@@ -387,20 +483,21 @@ __device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, S
 template <class Traits>
 __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared, int number, int warp,
                                         int lane) {
+  using Math = typename Traits::Math;
   // What the loading warp has written is read by the lane that hands it back, and passed to the warp.
-  auto read = [&](const NextPage& entry) {
-    NextPage page{};
+  auto read = [&](const NextBlock& entry) {
+    NextBlock page{};
     if (lane == 0) page = entry;
     return page;
   };
-  auto pass = [](const NextPage& page) { return NextPage{__shfl_sync(~0u, page.number, 0), __shfl_sync(~0u, page.meta, 0)}; };
+  auto pass = [](const NextBlock& page) { return NextBlock{__shfl_sync(~0u, page.number, 0), __shfl_sync(~0u, page.meta, 0)}; };
   auto release = [&](uint64_t* barrier) {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
   // Waits until K of the consumer's next page has landed; returns where.
   uint32_t own = 0;  // own pages waited for
-  auto wait_for = [&](const NextPage& page) {
+  auto wait_for = [&](const NextBlock& page) {
     ptx::mbarrier_wait(&shared.issued[number][own % Traits::kIssued], own / Traits::kIssued & 1);
     ++own;
     const RingPosition<Traits::kStages> at{static_cast<int>(page.number % Traits::kStages), page.number / Traits::kStages & 1};
@@ -422,7 +519,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     const float* row_scale = group.row_scale[number] + 16 * warp + (lane >> 2);
     const float scale[2] = {row_scale[0], row_scale[8]};
     const uint64_t q_descriptor = ptx::wgmma_descriptor(shared.q[g][number]);
-    NextPage page = pass(read(group.first[number]));
+    NextBlock page = pass(read(group.first[number]));
     RowState state[2];
     float o[ptx::kAccumulators];
 #pragma unroll
@@ -430,21 +527,21 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
 
     // -------- Its pages
     while (page.members() != 0) {
-      float s[ptx::kAccumulators];
-      uint32_t fragments[Traits::kTerms][kSteps][4];  // P
+      float s[Math::kLogits];
+      uint32_t fragments[Math::kTerms][kBlockSteps][4];  // P
       RingPosition<Traits::kStages> at = wait_for(page);
-      NextPage next = read(shared.next[at.stage][number]);
-      if constexpr (Traits::kTerms > 1) {
+      NextBlock next = read(shared.next[at.stage][number]);
+      if constexpr (Math::kTerms > 1) {
         // Softmax of `page` from S in halves, as they come; frees its K.
         auto softmax_of_halves = [&] {
-          PageSoftmax<Traits::kTerms> softmax(page.members() & warp_members, page.first_token(), limit, warp);
+          BlockSoftmax<Math> softmax(page.members() & warp_members, page.first_token<Math>(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_some_registers<0, kHalf>(s);
-          softmax.template begin<0, kRowValues / 2>(s, state, scale, lane);
+          softmax.template begin<0, Math::kRowLogits / 2>(s, state, scale, lane);
           ptx::wgmma_wait<0>();
           ptx::pin_some_registers<kHalf, kHalf>(s);
           release(&shared.k_free[at.stage]);
-          softmax.template begin<kRowValues / 2, kRowValues>(s, state, scale, lane);
+          softmax.template begin<Math::kRowLogits / 2, Math::kRowLogits>(s, state, scale, lane);
           softmax.finish(s, state, scale, o, fragments, lane);
         };
         auto issue_values_in_halves = [&] {
@@ -452,16 +549,16 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
           ptx::pin_registers(fragments);
           ptx::pin_registers(s);
           ptx::wgmma_fence();
-          issue_half_of_values<0>(s, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+          issue_half_of_values<0>(s, fragments, ptx::wgmma_descriptor(shared.v[at.stage]));
           ptx::wgmma_commit();
-          issue_half_of_values<kHalf>(s, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+          issue_half_of_values<kHalf>(s, fragments, ptx::wgmma_descriptor(shared.v[at.stage]));
           ptx::wgmma_commit();
         };
         ptx::pin_registers(s);
         ptx::wgmma_fence();
-        issue_half_of_logits<Traits::kTerms, 0>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
+        issue_half_of_logits<Math::kTerms, 0>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
         ptx::wgmma_commit();
-        issue_half_of_logits<Traits::kTerms, kHalf>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
+        issue_half_of_logits<Math::kTerms, kHalf>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[at.stage]));
         ptx::wgmma_commit();
         next = pass(next);
         softmax_of_halves();
@@ -469,13 +566,13 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         while (next.members() != 0 && !next.is_far()) {
           issue_values_in_halves();
           const RingPosition<Traits::kStages> next_at = wait_for(next);
-          NextPage after = read(shared.next[next_at.stage][number]);
+          NextBlock after = read(shared.next[next_at.stage][number]);
           ptx::wgmma_wait<1>();
           ptx::pin_some_registers<0, kHalf>(s);
           add_half<0>(s, o);
           ptx::pin_some_registers<0, kHalf>(s);
           ptx::wgmma_fence();
-          issue_half_of_logits<Traits::kTerms, 0>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
+          issue_half_of_logits<Math::kTerms, 0>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();
           ptx::pin_some_registers<kHalf, kHalf>(s);
@@ -483,7 +580,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
           add_half<kHalf>(s, o);
           ptx::pin_some_registers<kHalf, kHalf>(s);
           ptx::wgmma_fence();
-          issue_half_of_logits<Traits::kTerms, kHalf>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
+          issue_half_of_logits<Math::kTerms, kHalf>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
           ptx::wgmma_commit();
           at = next_at;
           page = next;
@@ -509,14 +606,14 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::pin_registers(s);
         release(&shared.k_free[at.stage]);
         {
-          PageSoftmax<Traits::kTerms> softmax(page.members() & warp_members, page.first_token(), limit, warp);
+          BlockSoftmax<Math> softmax(page.members() & warp_members, page.first_token<Math>(), limit, warp);
           softmax.begin(s, state, scale, lane);
           softmax.finish(s, state, scale, o, fragments, lane);
         }
 #pragma unroll 1
         while (next.members() != 0 && !next.is_far()) {
           const RingPosition<Traits::kStages> next_at = wait_for(next);
-          NextPage after = read(shared.next[next_at.stage][number]);
+          NextBlock after = read(shared.next[next_at.stage][number]);
           ptx::mbarrier_wait(&shared.v_ready[at.stage], at.phase);
           ptx::pin_registers(fragments);
           ptx::pin_registers(s);
@@ -524,11 +621,11 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
           ptx::wgmma_fence();
           issue_logits(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
           ptx::wgmma_commit();
-          issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+          issue_values<Math>(o, fragments, shared.v[at.stage]);
           ptx::wgmma_commit();
           page = next;
           next = pass(after);
-          PageSoftmax<Traits::kTerms> softmax(page.members() & warp_members, page.first_token(), limit, warp);
+          BlockSoftmax<Math> softmax(page.members() & warp_members, page.first_token<Math>(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_registers(s);
           softmax.begin(s, state, scale, lane);
@@ -543,7 +640,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::pin_registers(fragments);
         ptx::pin_registers(o);
         ptx::wgmma_fence();
-        issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[at.stage]));
+        issue_values<Math>(o, fragments, shared.v[at.stage]);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::pin_registers(o);
@@ -554,7 +651,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     const int query[2] = {group.queries[slot], group.queries[slot + 2]};
     ptx::mbarrier_arrive(&shared.done[g]);  // every lane: each has read what lies in the group's slot
     group_ring.advance();
-    write_rows(p, o, state, query, work / p.groups, warp, lane);
+    write_rows<Math>(p, o, state, query, work / p.groups, warp, lane);
   }
 }
 
@@ -562,7 +659,8 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    stream_attention_kernel(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ UnionAttentionParams p, int work_items) {
+    stream_attention_kernel(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                            const __grid_constant__ UnionAttentionParams p, int work_items) {
   extern __shared__ uint8_t raw_shared[];
   auto& shared = *reinterpret_cast<StreamSharedStorage<Traits>*>(raw_shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / RowTile::kThreads, 0);
@@ -571,6 +669,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = RowTile::kWarps * Traits::kConsumers;
     ptx::prefetch_tensor_map(&k_map);
+    if constexpr (Traits::Math::kBf16) ptx::prefetch_tensor_map(&v_map);
+    ptx::mbarrier_init(&shared.last_landed, 1);
     for (int s = 0; s < Traits::kStages; ++s) {
       ptx::mbarrier_init(&shared.k_ready[s], 1);
       ptx::mbarrier_init(&shared.v_ready[s], 1);
@@ -594,7 +694,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::set_max_registers_down<Traits::kProducerRegisters>();
-    if (warp == 0) load_pages<Traits>(k_map, p, shared, work_items, lane);
+    if (warp == 0) load_pages<Traits>(k_map, v_map, p, shared, work_items, lane);
     else quantise_groups<Traits>(p, shared, warp - 1, lane);
   } else {
     ptx::set_max_registers_up<Traits::kConsumerRegisters>();
@@ -604,16 +704,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 // ---------------------------------------------------------------- Host
 
+// `v_map` is read in BF16 only; otherwise V comes from the value tiles.
 template <class Traits>
-cudaError_t launch_stream_attention(const CUtensorMap& k_map, const UnionAttentionParams& params, int kv_heads, int processors,
-                                    cudaStream_t stream) {
+cudaError_t launch_stream_attention(const CUtensorMap& k_map, const CUtensorMap& v_map, const UnionAttentionParams& params, int kv_heads,
+                                    int processors, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(StreamSharedStorage<Traits>);
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a CTA");
   auto* kernel = stream_attention_kernel<Traits>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   const int work_items = params.groups * kv_heads;
-  return ptx::launch_early(kernel, dim3(min(processors, work_items)), dim3(Traits::kThreads), kSharedBytes, stream, k_map, params, work_items);
+  return ptx::launch_early(kernel, dim3(min(processors, work_items)), dim3(Traits::kThreads), kSharedBytes, stream, k_map, v_map, params,
+                           work_items);
 }
 
 }  // namespace pw

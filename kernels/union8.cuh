@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
     shared.entries[threadIdx.x] = {max(slot, 0), static_cast<uint32_t>(page) | mask << kMaskShift};
   }
   const float softmax_scale_log2 = p.softmax_scale_log2 * (p.k_scale_device ? *p.k_scale_device : 1.0f);
-  quantise_query<1>(p, shared.q, shared.row_scale, group_queries[rank * RowTile::kQueries + warp], kv_head, warp, lane, softmax_scale_log2);
+  quantise_query<E4m3Math<1>>(p, shared.q, shared.row_scale, group_queries[rank * RowTile::kQueries + warp], kv_head, warp, lane, softmax_scale_log2);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if constexpr (Traits::kClusterSize > 1) {  // no copy may reach a CTA whose barriers are not ready
@@ -185,14 +185,14 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       ptx::pin_registers(logits);
       release_slot();
 
-      uint32_t fragments[1][kSteps][4];  // P, one term
-      PageSoftmax<1> softmax(members & RowTile::members_with_heads(warp, p.heads), first_token, limit, warp);
+      uint32_t fragments[1][kBlockSteps][4];  // P, one term
+      BlockSoftmax<E4m3Math<1>> softmax(members & RowTile::members_with_heads(warp, p.heads), first_token, limit, warp);
       softmax.begin(logits, state, scale, lane);
       softmax.finish(logits, state, scale, o, fragments, lane);
       __syncthreads();  // V^T is complete; all warps are past the P V of the page before the last
       ptx::pin_registers(o);
       ptx::wgmma_fence();
-      issue_values(o, fragments, ptx::wgmma_descriptor(shared.vt[vt_slot]));
+      issue_values<E4m3Math<1>>(o, fragments, shared.vt[vt_slot]);
       ptx::wgmma_commit();
       vt_slot ^= 1;
     }
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
   ptx::wgmma_wait<0>();
   ptx::pin_registers(o);
 
-  write_rows(p, o, state, query, kv_head, warp, lane);
+  write_rows<E4m3Math<1>>(p, o, state, query, kv_head, warp, lane);
   if constexpr (Traits::kClusterSize > 1) {  // the peer may still arrive at this CTA's barriers, or copy into its slots
     ptx::cluster_arrive();  // after this CTA's last arrivals at the peer's barriers
     ptx::cluster_wait();

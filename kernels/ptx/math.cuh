@@ -1,5 +1,6 @@
 // Conversions and special functions that CUDA C++ has no direct name for.
 #pragma once
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
@@ -38,6 +39,12 @@ __device__ __forceinline__ __half2 round_to_e4m3(__half2 x) {
       : "=r"(rounded)
       : "r"(*reinterpret_cast<const uint32_t*>(&x)));
   return *reinterpret_cast<const __half2*>(&rounded);
+}
+
+// Two floats to BF16, the first in the low half; rounds to nearest even.
+__device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // Two floats to half precision; rounds to nearest even, saturates at +-65504.

@@ -1,7 +1,8 @@
-// wgmma: warpgroup matrix multiply, m64n128k32, E4M3 operands, FP32 accumulators.
+// wgmma: warpgroup matrix multiply of E4M3 (steps of 32 along k) or BF16 operands (16), FP32 accumulators.
 //
 // Operands in shared memory are K-major tiles of 128-byte rows with the 128-byte swizzle (what a TMA box of 128 bytes with
-// CU_TENSOR_MAP_SWIZZLE_128B writes): 16-byte chunk c of row r lies at chunk c ^ (r & 7). A k32 step is 32 bytes.
+// CU_TENSOR_MAP_SWIZZLE_128B writes): 16-byte chunk c of row r lies at chunk c ^ (r & 7). A step along k is 32 bytes. BF16 rows of 128 dims are
+// two such tiles, panels of 64 dims; V goes in as it lies in the cache, [k][n], which only 16-bit types can.
 //
 // Accumulator layout, thread t of a warp, g = t / 4, q = t % 4: d[4j], d[4j+1] are row g, columns 8j + 2q, 8j + 2q + 1;
 // d[4j+2], d[4j+3] the same columns of row g + 8. Warp w holds rows 16w to 16w + 15.
@@ -22,8 +23,17 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
   return kSwizzle128B | kStrideBetweenRowBlocks | kLeadingUnused | ((shared_address(tile) & 0x3FFFF) >> 4);
 }
 
-// Descriptors count in 16-byte units: the next k32 step of a row is 32 bytes on.
-constexpr uint64_t kDescriptorStepK32 = 32 >> 4;
+// Of an [k][n] operand, panels of 64 columns `kPanelBytes` apart: rows of 128 bytes, 8-row blocks 1024 bytes apart along k.
+template <uint32_t kPanelBytes>
+__device__ __forceinline__ uint64_t wgmma_descriptor_n_major(const void* tile) {
+  constexpr uint64_t kSwizzle128B = 1ull << 62;
+  constexpr uint64_t kStrideBetweenRowBlocks = (1024ull >> 4) << 32;
+  constexpr uint64_t kStrideBetweenPanels = static_cast<uint64_t>(kPanelBytes >> 4) << 16;
+  return kSwizzle128B | kStrideBetweenRowBlocks | kStrideBetweenPanels | ((shared_address(tile) & 0x3FFFF) >> 4);
+}
+
+// Descriptors count in 16-byte units: the next step of a K-major row is 32 bytes on.
+constexpr uint64_t kDescriptorStep = 32 >> 4;
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -103,6 +113,24 @@ __device__ __forceinline__ void wgmma_m64n64k32_rs(float (&d)[kAccumulators], co
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " PW_D32 ", {%32, %33, %34, %35}, %36, %37, 1, 1;\n"
                : PW_F16(d, kFirst), PW_F16(d, kFirst + 16)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kAccumulate)));
+}
+
+// BF16: d = a * b, or d + a * b, 64 columns; both operands K-major in shared memory.
+template <bool kAccumulate>
+__device__ __forceinline__ void wgmma_m64n64k16_ss(float (&d)[32], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " PW_D32 ", %32, %33, accumulate, 1, 1, 0, 0;\n}\n"
+      : PW_F16(d, 0), PW_F16(d, 16)
+      : "l"(a), "l"(b), "n"(static_cast<int>(kAccumulate)));
+}
+
+// BF16: d += a * b with b [k][n] in shared memory; a is this thread's 16 bytes of the 64 x 16 tile: a[0], a[1]: rows g, g + 8,
+// k = 2q, 2q + 1; a[2], a[3]: the same rows, k = 8 + 2q, 9 + 2q.
+__device__ __forceinline__ void wgmma_m64n128k16_rs(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " PW_D64 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
+               : PW_F64(d)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 #undef PW_F4

@@ -33,12 +33,15 @@ def attend(
             case.topk_idx, case.cu_seqlens, case.prefix_lens, window=window, group_size=group_size, guard=guard
         )
     tiles = None
-    if (engine or ops.default_engine(group_size)) == "stream":
+    streams = (engine or ops.default_engine(group_size)) == "stream"
+    if streams and case.v_cache.dtype == torch.float8_e4m3fn:
         tiles = poisoned_tiles(case.v_cache)
     marks = None if tiles is None else tiles.marks
     plan = plan_with_slots(case, perm, window=window or 128, group_size=group_size, marks=marks)
     if tiles is not None:
         ops.value_tiles(case.v_cache, tiles, plan)
+    elif streams:
+        ops.group_order(plan)
     if out is None:
         out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
     ops.union_attention(
