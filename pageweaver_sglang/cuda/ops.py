@@ -121,13 +121,13 @@ def union_attention(
 ) -> None:
     """Attend over ``plan`` (with ``slots``); write every row of ``out`` [tokens, q_heads, 128] that the plan names.
 
-    Scales are factors of the caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the
-    device. ``engine`` is ``"stream"`` or ``"union8"``; None takes the first for groups of 8 and the second for groups
-    of 4. Both give the same bits in ``precision`` ``"fp8"``; ``"high"`` is ``stream``'s alone. Of E4M3 caches ``stream``
+    Scales are factors of the caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the device.
+    ``engine`` is ``"stream"`` or ``"union8"``; None takes the first for groups of 8 and the second for groups of 4.
+    Both give the same bits in ``precision`` ``"fp8"``; ``"high"`` is ``stream``'s alone. Of E4M3 caches ``stream``
     reads V from ``tiles``, uint8 ``[kv_heads, pool_pages, 16384]``, as :func:`value_tiles` left them for this plan's
-    pages; it alone of the two takes BF16 caches, behind :func:`group_order` and without tiles, and computes in BF16
-    then whatever the precision. ``union8`` reads ``v_cache``. ``"portable"`` takes the arguments of :func:`.portable.union_attention` and computes in
-    16 bits whatever the precision.
+    pages. It alone of the two takes BF16 caches, behind :func:`group_order` and without tiles, and then computes in
+    BF16 whatever the precision. ``union8`` reads ``v_cache``. ``"portable"`` takes the arguments of
+    :func:`.portable.union_attention` and computes in 16 bits whatever the precision.
     """
     if engine == PORTABLE:
         from . import portable
