@@ -48,7 +48,8 @@ struct UnionAttentionParams {
 // The tile every attention kernel here is built for: one warpgroup, 4 queries x 16 heads. Two warps share two queries, half of the heads
 // each: rows 16w + 8r + 0 to 7 are heads 8 (w % 2) + 0 to 7 of query w / 2 + 2r. When one of the two picked a page, both warps work on it
 // and are done in half the time; and the two are not neighbours in the group's order, which pick together most often. With fewer heads per
-// KV head than 16 a query's other rows are zeros that nobody writes; with 8 or fewer, half of the warps have no softmax to do.
+// KV head than 16 a query's other rows are zeros that nobody writes: as many queries take as long (sparing half of the warps their softmax
+// with 8 heads won 1 %, and the test for it cost all others more).
 struct RowTile {
   static constexpr int kHeadDim = 128;
   static constexpr int kPageSize = 128;
@@ -69,10 +70,6 @@ struct RowTile {
     return 16 * (2 * (query % 2) + head / kHeadsPerWarp) + 8 * (query / 2) + head % kHeadsPerWarp;
   }
   static_assert(kWarps == kQueries && kHeadsPerWarp == 8, "two warps share two queries");
-  // Which of a page's members a warp has work for: all, or none where its half of the heads is empty.
-  __device__ __forceinline__ static uint32_t members_with_heads(int warp, int heads) {
-    return kHeadsPerWarp * (warp % 2) < heads ? (1u << kQueries) - 1 : 0u;
-  }
 };
 
 // What Q, K, P and V are multiplied as. A block is the part of a page whose logits are computed at a time; kBlockSteps multiplications take its

@@ -235,7 +235,7 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
   params.k_scale_device = data_or_null<float>(k_scale_device);
   params.v_scale_device = data_or_null<float>(v_scale_device);
   params.queue = const_cast<int32_t*>(data_or_null<int32_t>(queue));
-  params.order = params.queue == nullptr ? nullptr : params.queue + 2;
+  params.order = tiles.has_value() ? params.queue + 2 : nullptr;  // value_tiles writes it
   params.value_tiles = data_or_null<uint8_t>(tiles);
   params.pool_pages = static_cast<int>(k_cache.size(0) / pw::RowTile::kPageSize);
 

@@ -197,7 +197,8 @@ template <class Traits>
 __device__ __forceinline__ int draw_group(const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared, int work_items,
                                           RingPosition<Traits::kDraws>& ring) {
   const int place = atomicAdd(p.queue, 1);
-  const int work = place < work_items ? __ldg(p.order + place) : kNoWork;
+  int work = kNoWork;
+  if (place < work_items) work = p.order == nullptr ? place : __ldg(p.order + place);
   ptx::mbarrier_wait(&shared.read[ring.stage], ring.phase ^ 1);  // a barrier that was never used counts as free
   shared.draws[ring.stage] = work;
   ptx::mbarrier_arrive(&shared.drawn[ring.stage]);
@@ -262,40 +263,50 @@ struct BlockCopier {
   uint32_t issued[Traits::kConsumers] = {};  // blocks of each consumer whose K has been issued
   uint32_t loaded = 0;  // blocks whose K has been issued
 
-  // Who of consumer c's queries sees some of a block.
-  __device__ __forceinline__ uint32_t members(int c, int block) const {
-    if constexpr (kBlocksPerPage > 1) {
-      if (block % 2 != 0) return ListedPage::members_of(shared.late[block / 2], c);
-    }
-    return shared.list[block / kBlocksPerPage].members(c);
+  // A block as the loop below counts them, from the group's first page on: the page of the list it is of, and its members.
+  struct Block {
+    ListedPage page;
+    int entry, half;
+    uint32_t late;  // members of the page's second half
+    uint32_t mask;  // of the block
+
+    __device__ __forceinline__ uint32_t members(int c) const { return ListedPage::members_of(mask, c); }
+    __device__ __forceinline__ int first_slot() const { return page.slot * RowTile::kPageSize + half * Math::kBlockTokens; }
+  };
+
+  __device__ __forceinline__ Block get(int block) const {
+    const int entry = block / kBlocksPerPage, half = block % kBlocksPerPage;
+    const ListedPage page = shared.list[entry];
+    const uint32_t late = kBlocksPerPage > 1 ? shared.late[entry] : 0;
+    return {page, entry, half, late, half == 0 ? page.page_and_mask : late};
   }
 
-  // How far behind a block consumer c's next block lies; 0: there is none.
-  __device__ __forceinline__ int next_of(int c, int block) const {
-    const int pages = shared.distance[block / kBlocksPerPage][c];
-    if constexpr (kBlocksPerPage > 1) {
-      if (block % 2 == 0 && members(c, block + 1) != 0) return 1;
-      return pages == 0 ? 0 : 2 * pages - block % 2;
-    }
-    return pages;
-  }
-
-  __device__ __forceinline__ NextBlock describe(int c, int block, int distance) const {
-    const uint32_t position = shared.list[(block + distance) / kBlocksPerPage].page() * kBlocksPerPage + (block + distance) % kBlocksPerPage;
+  // Where consumer c goes from here: to the first half of the page `pages` further on in the list.
+  __device__ __forceinline__ NextBlock describe(int c, int entry, int half, int pages) const {
+    const ListedPage page = shared.list[entry + pages];
+    const int distance = pages * kBlocksPerPage - half;
     const uint32_t far = distance > Traits::kStages ? NextBlock::kFar : 0;
-    return {loaded + distance, position << NextBlock::kPositionShift | far | members(c, block + distance)};
+    return {loaded + distance, page.page() * kBlocksPerPage << NextBlock::kPositionShift | far | page.members(c)};
+  }
+
+  __device__ __forceinline__ NextBlock next_of(int c, const Block& block) const {
+    if constexpr (kBlocksPerPage > 1) {
+      const uint32_t late = ListedPage::members_of(block.late, c);
+      if (block.half == 0 && late != 0) return {loaded + 1, (block.page.page() * kBlocksPerPage + 1) << NextBlock::kPositionShift | late};
+    }
+    const int pages = shared.distance[block.entry][c];
+    return pages == 0 ? NextBlock{0, 0} : describe(c, block.entry, block.half, pages);
   }
 
   // Consumers without a member skip the block.
-  __device__ __forceinline__ void free_for_others(uint64_t* barrier, int block) const {
+  __device__ __forceinline__ void free_for_others(uint64_t* barrier, const Block& block) const {
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c)
-      if (members(c, block) == 0) ptx::mbarrier_arrive_many(barrier, RowTile::kWarps);
+      if (block.members(c) == 0) ptx::mbarrier_arrive_many(barrier, RowTile::kWarps);
   }
 
-  // Copies the block from a cache to shared memory: a box of the map, or one for each panel.
-  __device__ __forceinline__ void copy(uint8_t* to, const CUtensorMap& map, int block, int kv_head, uint64_t* barrier) const {
-    const int first_slot = shared.list[block / kBlocksPerPage].slot * RowTile::kPageSize + block % kBlocksPerPage * Math::kBlockTokens;
+  // Copies a block from a cache to shared memory: a box of the map, or one for each panel.
+  __device__ __forceinline__ void copy(uint8_t* to, const CUtensorMap& map, int first_slot, int kv_head, uint64_t* barrier) const {
     ptx::mbarrier_arrive_expect_tx(barrier, RowTile::kTileBytes);
     if constexpr (Math::kBf16) {
 #pragma unroll
@@ -306,24 +317,22 @@ struct BlockCopier {
     }
   }
 
-  __device__ __forceinline__ void copy_k(int block, int kv_head) {
+  __device__ __forceinline__ void copy_k(int number, int kv_head) {
     const int s = k_ring.stage;
+    const Block block = get(number);
     NextBlock following[Traits::kConsumers];
 #pragma unroll
-    for (int c = 0; c < Traits::kConsumers; ++c) {
-      const int distance = next_of(c, block);
-      following[c] = distance == 0 ? NextBlock{0, 0} : describe(c, block, distance);
-    }
+    for (int c = 0; c < Traits::kConsumers; ++c) following[c] = next_of(c, block);
     ptx::mbarrier_wait(&shared.k_free[s], k_ring.phase ^ 1);  // a barrier that was never used counts as free
     // v_ready's parity tells a page only from the one before it in the same slot, which a consumer may have skipped: it has landed
     // before any consumer can hear of this one.
     ptx::mbarrier_wait(&shared.v_ready[s], k_ring.phase ^ 1);
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) shared.next[s][c] = following[c];
-    copy(shared.k[s], k_map, block, kv_head, &shared.k_ready[s]);
+    copy(shared.k[s], k_map, block.first_slot(), kv_head, &shared.k_ready[s]);
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) {
-      if (members(c, block) != 0) ptx::mbarrier_arrive(&shared.issued[c][issued[c]++ % Traits::kIssued]);
+      if (block.members(c) != 0) ptx::mbarrier_arrive(&shared.issued[c][issued[c]++ % Traits::kIssued]);
     }
     free_for_others(&shared.k_free[s], block);
     k_ring.advance();
@@ -331,15 +340,16 @@ struct BlockCopier {
   }
 
   // `landed`: the barrier that is told, the stage's v_ready if null. Returns where the block goes.
-  __device__ __forceinline__ int copy_v(int block, int kv_head, const uint8_t* tiles, uint64_t* landed = nullptr) {
+  __device__ __forceinline__ int copy_v(int number, int kv_head, const uint8_t* tiles, uint64_t* landed = nullptr) {
     const int s = v_ring.stage;
+    const Block block = get(number);
     ptx::mbarrier_wait(&shared.v_free[s], v_ring.phase ^ 1);
     if (landed == nullptr) landed = &shared.v_ready[s];
     if constexpr (Math::kBf16) {
-      copy(shared.v[s], v_map, block, kv_head, landed);
+      copy(shared.v[s], v_map, block.first_slot(), kv_head, landed);
     } else {
       ptx::mbarrier_arrive_expect_tx(landed, RowTile::kTileBytes);
-      ptx::bulk_load(shared.v[s], tiles + static_cast<int64_t>(shared.list[block].slot) * RowTile::kTileBytes, RowTile::kTileBytes, landed);
+      ptx::bulk_load(shared.v[s], tiles + static_cast<int64_t>(block.page.slot) * RowTile::kTileBytes, RowTile::kTileBytes, landed);
     }
     free_for_others(&shared.v_free[s], block);
     v_ring.advance();
@@ -393,7 +403,7 @@ __device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const CUten
     if (lane == 0) {
 #pragma unroll
       for (int c = 0; c < Traits::kConsumers; ++c)
-        shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextBlock{0, 0} : copier.describe(c, 0, first[c] * Traits::kBlocksPerPage);
+        shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextBlock{0, 0} : copier.describe(c, 0, 0, first[c]);
       ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);
       const int kv_head = work / p.groups;
       const uint8_t* tiles = p.value_tiles + static_cast<int64_t>(kv_head) * p.pool_pages * RowTile::kTileBytes;
@@ -504,7 +514,6 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
     return at;
   };
-  const uint32_t warp_members = RowTile::members_with_heads(warp, p.heads);
   RingPosition<Traits::kGroupSlots> group_ring;
 #pragma unroll 1
   while (true) {
@@ -534,7 +543,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       if constexpr (Math::kTerms > 1) {
         // Softmax of `page` from S in halves, as they come; frees its K.
         auto softmax_of_halves = [&] {
-          BlockSoftmax<Math> softmax(page.members() & warp_members, page.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math> softmax(page.members(), page.first_token<Math>(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_some_registers<0, kHalf>(s);
           softmax.template begin<0, Math::kRowLogits / 2>(s, state, scale, lane);
@@ -606,7 +615,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::pin_registers(s);
         release(&shared.k_free[at.stage]);
         {
-          BlockSoftmax<Math> softmax(page.members() & warp_members, page.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math> softmax(page.members(), page.first_token<Math>(), limit, warp);
           softmax.begin(s, state, scale, lane);
           softmax.finish(s, state, scale, o, fragments, lane);
         }
@@ -625,7 +634,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
           ptx::wgmma_commit();
           page = next;
           next = pass(after);
-          BlockSoftmax<Math> softmax(page.members() & warp_members, page.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math> softmax(page.members(), page.first_token<Math>(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_registers(s);
           softmax.begin(s, state, scale, lane);

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       release_slot();
 
       uint32_t fragments[1][kBlockSteps][4];  // P, one term
-      BlockSoftmax<E4m3Math<1>> softmax(members & RowTile::members_with_heads(warp, p.heads), first_token, limit, warp);
+      BlockSoftmax<E4m3Math<1>> softmax(members, first_token, limit, warp);
       softmax.begin(logits, state, scale, lane);
       softmax.finish(logits, state, scale, o, fragments, lane);
       __syncthreads();  // V^T is complete; all warps are past the P V of the page before the last
