@@ -554,8 +554,8 @@ __device__ __forceinline__ void write_rows(const UnionAttentionParams& p, const 
 
 // ---------------------------------------------------------------- Host
 
-// A cache [slots, kv_heads, 128] as a 3-D tensor map whose box is 128 bytes of `tokens` rows of one head: a row of E4M3, half a row of BF16.
-// Strides in elements.
+// A cache [slots, kv_heads, 128] as a tensor map with boxes of `tokens` rows of one head, strides in elements. E4M3: dimensions dim, head, slot.
+// BF16: dim in the panel, slot, panel, head, so that a box lies panel by panel, each as wide as the swizzle.
 inline CUresult encode_cache_map(CUtensorMap* map, const void* cache, bool bf16, int64_t slots, int kv_heads, int64_t slot_stride,
                                  int64_t head_stride, int tokens) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -566,14 +566,24 @@ inline CUresult encode_cache_map(CUtensorMap* map, const void* cache, bool bf16,
     return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
   }();
   if (encode == nullptr) return CUDA_ERROR_NOT_FOUND;
-  const cuuint64_t dims[3] = {128, static_cast<cuuint64_t>(kv_heads), static_cast<cuuint64_t>(slots)};
-  const cuuint64_t bytes = bf16 ? sizeof(__nv_bfloat16) : 1;
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head_stride) * bytes, static_cast<cuuint64_t>(slot_stride) * bytes};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / bytes), 1, static_cast<cuuint32_t>(tokens)};
-  const cuuint32_t element_strides[3] = {1, 1, 1};
-  return encode(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(cache), dims, strides, box, element_strides,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto encode_as = [&](CUtensorMapDataType type, int rank, const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box) {
+    const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+    return encode(map, type, rank, const_cast<void*>(cache), dims, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  const cuuint64_t heads = kv_heads, rows = slots, row_stride = slot_stride, column_stride = head_stride;
+  const cuuint32_t box_rows = tokens;
+  if (bf16) {
+    constexpr cuuint64_t kBytes = sizeof(__nv_bfloat16);
+    const cuuint64_t dims[4] = {Bf16Math::kPanelDims, rows, Bf16Math::kPanels, heads};
+    const cuuint64_t strides[3] = {row_stride * kBytes, Bf16Math::kPanelDims * kBytes, column_stride * kBytes};
+    const cuuint32_t box[4] = {Bf16Math::kPanelDims, box_rows, Bf16Math::kPanels, 1};
+    return encode_as(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, dims, strides, box);
+  }
+  const cuuint64_t dims[3] = {RowTile::kHeadDim, heads, rows};
+  const cuuint64_t strides[2] = {column_stride, row_stride};
+  const cuuint32_t box[3] = {RowTile::kHeadDim, 1, box_rows};
+  return encode_as(CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, dims, strides, box);
 }
 
 }  // namespace pw

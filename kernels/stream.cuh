@@ -60,7 +60,8 @@ struct StreamTraits {
   // as late as possible, because what a CTA has drawn at the end no idle CTA can take over.
   static constexpr int kDrawAhead = 12 * kBlocksPerPage;
   static constexpr int kIssued = 8;      // at least kStages: no more blocks than that are on their way
-  static constexpr int kQuantisingWarps = RowTile::kWarps - 1;
+  static constexpr int kLoadingWarps = 2;  // of K and of V: one alone, a hundred instructions a block behind each other, would hold up all others
+  static constexpr int kQuantisingWarps = RowTile::kWarps - kLoadingWarps;
   // setmaxnreg deals the registers of the launch (168 a thread in three warpgroups: 504) out anew. A sum above that would hang: the
   // last warpgroup waits for registers that nobody gives back.
   static constexpr int kLaunchRegisters = 168;
@@ -101,10 +102,11 @@ constexpr int32_t kNoWork = -1;
 
 // A page of the group that is loaded.
 struct alignas(8) ListedPage {
-  int32_t slot;            // physical page
+  uint32_t slot_and_late;  // physical page << kPageShift; bit r: slot r of the group sees some of the page's second half (BF16)
   uint32_t page_and_mask;  // logical page << kPageShift; bit r: slot r of the group picked the page and sees some of it
 
   static constexpr int kPageShift = 8;  // positions are 32 bits wide, so that 24 hold a page's number
+  __device__ __forceinline__ int slot() const { return static_cast<int>(slot_and_late >> kPageShift); }
   __device__ __forceinline__ uint32_t page() const { return page_and_mask >> kPageShift; }
   __device__ __forceinline__ uint32_t members(int c) const { return members_of(page_and_mask, c); }
   // Consumer c's part of a mask over the group's slots.
@@ -113,14 +115,21 @@ struct alignas(8) ListedPage {
   }
 };
 
+// The list's group.
+struct ListHead {
+  int32_t work;    // kNoWork: there are no more
+  int32_t blocks;
+  int32_t hidden;  // tokens of the last block that nobody of the group sees; 0 or less: none
+};
+
 template <class Traits>
 struct alignas(1024) StreamSharedStorage {
   uint8_t k[Traits::kStages][RowTile::kTileBytes];
   uint8_t v[Traits::kStages][RowTile::kTileBytes];  // V^T of a page in E4M3, V of half a page in BF16
   uint8_t q[Traits::kGroupSlots][Traits::kConsumers][Traits::Math::kQBytes];
-  ListedPage list[Traits::kMaxUnion];  // the loading warp's own, as all up to `next`
-  uint8_t late[Traits::kBlocksPerPage > 1 ? Traits::kMaxUnion : 1];  // of a page in two blocks: who sees some of the second
+  ListedPage list[Traits::kMaxUnion];  // the loading warps' own, as all up to `next`
   uint8_t distance[Traits::kMaxUnion][Traits::kConsumers];
+  ListHead head;
   StreamGroup<Traits> groups[Traits::kGroupSlots];
   NextBlock next[Traits::kStages][Traits::kConsumers];
   int32_t draws[Traits::kDraws];
@@ -129,6 +138,7 @@ struct alignas(1024) StreamSharedStorage {
   uint64_t issued[Traits::kConsumers][Traits::kIssued];
   uint64_t ready[Traits::kGroupSlots], done[Traits::kGroupSlots];
   uint64_t drawn[Traits::kDraws], read[Traits::kDraws];
+  uint64_t listed, list_read;
   uint64_t last_landed;  // a group's last block of V, where what lies behind the group's sight is cleared before anybody is told
 };
 
@@ -167,6 +177,9 @@ struct GroupPages {
       mask[i] = there ? __ldg(own_mask + 32 * i) : 0;
     }
   }
+
+  // The last position that a query of the group sees. Called by a whole warp.
+  __device__ __forceinline__ int last_position() const { return __reduce_max_sync(~0u, limit); }
 
   // The bits of queries that see something of the second half of their chunk's page.
   __device__ __forceinline__ uint32_t late_mask(int chunk) const {
@@ -219,11 +232,10 @@ __device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, Strea
     const bool seen = group.mask[i] != 0;
     const uint32_t all = __ballot_sync(~0u, seen);
     const int entry = count + __popc(all & ((1u << lane) - 1));
-    if (seen) shared.list[entry] = {group.slot[i], static_cast<uint32_t>(group.page[i]) << ListedPage::kPageShift | group.mask[i]};
-    if constexpr (Traits::kBlocksPerPage > 1) {
-      const uint32_t late = group.late_mask(i);
-      if (seen) shared.late[entry] = static_cast<uint8_t>(late);
-    }
+    const uint32_t late = Traits::kBlocksPerPage > 1 ? group.late_mask(i) : 0;
+    if (seen)
+      shared.list[entry] = {static_cast<uint32_t>(group.slot[i]) << ListedPage::kPageShift | late,
+                            static_cast<uint32_t>(group.page[i]) << ListedPage::kPageShift | group.mask[i]};
     count += __popc(all);
   }
   __syncwarp();
@@ -246,40 +258,58 @@ __device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, Strea
 #pragma unroll
   for (int c = 0; c < Traits::kConsumers; ++c) first[c] = next[c];
   __syncwarp();
-  if constexpr (Traits::kBlocksPerPage > 1) return 2 * count - (count > 0 && shared.late[count - 1] == 0);
+  if constexpr (Traits::kBlocksPerPage > 1) return 2 * count - (count > 0 && static_cast<uint8_t>(shared.list[count - 1].slot_and_late) == 0);
   return count;
 }
 
-// One thread's work: copies the blocks of the listed pages into the ring. V of a block is issued after K of the next: a consumer needs it a
-// block later, and frees it a block later.
+// What the copiers of K and of V share: one thread's work each.
 template <class Traits>
 struct BlockCopier {
   using Math = typename Traits::Math;
   static constexpr int kBlocksPerPage = Traits::kBlocksPerPage;
 
-  const CUtensorMap &k_map, &v_map;
   StreamSharedStorage<Traits>& shared;
-  RingPosition<Traits::kStages> k_ring, v_ring;
-  uint32_t issued[Traits::kConsumers] = {};  // blocks of each consumer whose K has been issued
-  uint32_t loaded = 0;  // blocks whose K has been issued
+  RingPosition<Traits::kStages> ring;
 
   // A block as the loop below counts them, from the group's first page on: the page of the list it is of, and its members.
   struct Block {
     ListedPage page;
     int entry, half;
-    uint32_t late;  // members of the page's second half
-    uint32_t mask;  // of the block
+    uint32_t mask;  // its low bits: the block's members
 
     __device__ __forceinline__ uint32_t members(int c) const { return ListedPage::members_of(mask, c); }
-    __device__ __forceinline__ int first_slot() const { return page.slot * RowTile::kPageSize + half * Math::kBlockTokens; }
+    __device__ __forceinline__ int first_slot() const { return page.slot() * RowTile::kPageSize + half * Math::kBlockTokens; }
   };
 
   __device__ __forceinline__ Block get(int block) const {
     const int entry = block / kBlocksPerPage, half = block % kBlocksPerPage;
     const ListedPage page = shared.list[entry];
-    const uint32_t late = kBlocksPerPage > 1 ? shared.late[entry] : 0;
-    return {page, entry, half, late, half == 0 ? page.page_and_mask : late};
+    return {page, entry, half, half == 0 ? page.page_and_mask : page.slot_and_late};
   }
+
+  // Consumers without a member skip the block.
+  __device__ __forceinline__ void free_for_others(uint64_t* barrier, const Block& block) const {
+#pragma unroll
+    for (int c = 0; c < Traits::kConsumers; ++c)
+      if (block.members(c) == 0) ptx::mbarrier_arrive_many(barrier, RowTile::kWarps);
+  }
+
+  // Copies a block from a cache to shared memory: a box of its map.
+  __device__ __forceinline__ void copy(uint8_t* to, const CUtensorMap& map, const Block& block, int kv_head, uint64_t* landed) const {
+    ptx::mbarrier_arrive_expect_tx(landed, RowTile::kTileBytes);
+    if constexpr (Math::kBf16) ptx::tma_load_4d(to, &map, 0, block.first_slot(), 0, kv_head, landed);
+    else ptx::tma_load_3d(to, &map, 0, kv_head, block.first_slot(), landed);
+  }
+};
+
+// Copies K of the listed blocks into the ring, and tells consumers which block is theirs next.
+template <class Traits>
+struct KeyCopier : BlockCopier<Traits> {
+  using typename BlockCopier<Traits>::Block;
+  using BlockCopier<Traits>::shared, BlockCopier<Traits>::ring, BlockCopier<Traits>::kBlocksPerPage;
+
+  uint32_t issued[Traits::kConsumers] = {};  // blocks of each consumer whose K has been issued
+  uint32_t loaded = 0;  // blocks whose K has been issued
 
   // Where consumer c goes from here: to the first half of the page `pages` further on in the list.
   __device__ __forceinline__ NextBlock describe(int c, int entry, int half, int pages) const {
@@ -291,68 +321,58 @@ struct BlockCopier {
 
   __device__ __forceinline__ NextBlock next_of(int c, const Block& block) const {
     if constexpr (kBlocksPerPage > 1) {
-      const uint32_t late = ListedPage::members_of(block.late, c);
+      const uint32_t late = ListedPage::members_of(block.page.slot_and_late, c);
       if (block.half == 0 && late != 0) return {loaded + 1, (block.page.page() * kBlocksPerPage + 1) << NextBlock::kPositionShift | late};
     }
     const int pages = shared.distance[block.entry][c];
     return pages == 0 ? NextBlock{0, 0} : describe(c, block.entry, block.half, pages);
   }
 
-  // Consumers without a member skip the block.
-  __device__ __forceinline__ void free_for_others(uint64_t* barrier, const Block& block) const {
-#pragma unroll
-    for (int c = 0; c < Traits::kConsumers; ++c)
-      if (block.members(c) == 0) ptx::mbarrier_arrive_many(barrier, RowTile::kWarps);
-  }
-
-  // Copies a block from a cache to shared memory: a box of the map, or one for each panel.
-  __device__ __forceinline__ void copy(uint8_t* to, const CUtensorMap& map, int first_slot, int kv_head, uint64_t* barrier) const {
-    ptx::mbarrier_arrive_expect_tx(barrier, RowTile::kTileBytes);
-    if constexpr (Math::kBf16) {
-#pragma unroll
-      for (int panel = 0; panel < Math::kPanels; ++panel)
-        ptx::tma_load_3d(to + panel * Math::kPanelBytes, &map, panel * Math::kPanelDims, kv_head, first_slot, barrier);
-    } else {
-      ptx::tma_load_3d(to, &map, 0, kv_head, first_slot, barrier);
-    }
-  }
-
-  __device__ __forceinline__ void copy_k(int number, int kv_head) {
-    const int s = k_ring.stage;
-    const Block block = get(number);
+  __device__ __forceinline__ void copy(const CUtensorMap& map, int number, int kv_head) {
+    const int s = ring.stage;
+    const Block block = this->get(number);
     NextBlock following[Traits::kConsumers];
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) following[c] = next_of(c, block);
-    ptx::mbarrier_wait(&shared.k_free[s], k_ring.phase ^ 1);  // a barrier that was never used counts as free
+    ptx::mbarrier_wait(&shared.k_free[s], ring.phase ^ 1);  // a barrier that was never used counts as free
     // v_ready's parity tells a page only from the one before it in the same slot, which a consumer may have skipped: it has landed
     // before any consumer can hear of this one.
-    ptx::mbarrier_wait(&shared.v_ready[s], k_ring.phase ^ 1);
+    ptx::mbarrier_wait(&shared.v_ready[s], ring.phase ^ 1);
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) shared.next[s][c] = following[c];
-    copy(shared.k[s], k_map, block.first_slot(), kv_head, &shared.k_ready[s]);
+    BlockCopier<Traits>::copy(shared.k[s], map, block, kv_head, &shared.k_ready[s]);
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) {
       if (block.members(c) != 0) ptx::mbarrier_arrive(&shared.issued[c][issued[c]++ % Traits::kIssued]);
     }
-    free_for_others(&shared.k_free[s], block);
-    k_ring.advance();
+    this->free_for_others(&shared.k_free[s], block);
+    ring.advance();
     ++loaded;
   }
+};
+
+// Copies V of the listed blocks into the ring.
+template <class Traits>
+struct ValueCopier : BlockCopier<Traits> {
+  using typename BlockCopier<Traits>::Block;
+  using BlockCopier<Traits>::shared, BlockCopier<Traits>::ring;
 
   // `landed`: the barrier that is told, the stage's v_ready if null. Returns where the block goes.
-  __device__ __forceinline__ int copy_v(int number, int kv_head, const uint8_t* tiles, uint64_t* landed = nullptr) {
-    const int s = v_ring.stage;
-    const Block block = get(number);
-    ptx::mbarrier_wait(&shared.v_free[s], v_ring.phase ^ 1);
+  __device__ __forceinline__ int copy(const CUtensorMap& map, int number, int kv_head, const uint8_t* tiles, uint64_t* landed = nullptr) {
+    const int s = ring.stage;
+    const Block block = this->get(number);
+    ptx::mbarrier_wait(&shared.v_free[s], ring.phase ^ 1);
+    // Not before its K, which waits for V of the block before in the same slot and knows it by parity.
+    ptx::mbarrier_wait(&shared.k_ready[s], ring.phase);
     if (landed == nullptr) landed = &shared.v_ready[s];
-    if constexpr (Math::kBf16) {
-      copy(shared.v[s], v_map, block.first_slot(), kv_head, landed);
+    if constexpr (Traits::Math::kBf16) {
+      BlockCopier<Traits>::copy(shared.v[s], map, block, kv_head, landed);
     } else {
       ptx::mbarrier_arrive_expect_tx(landed, RowTile::kTileBytes);
-      ptx::bulk_load(shared.v[s], tiles + static_cast<int64_t>(block.page.slot) * RowTile::kTileBytes, RowTile::kTileBytes, landed);
+      ptx::bulk_load(shared.v[s], tiles + static_cast<int64_t>(block.page.slot()) * RowTile::kTileBytes, RowTile::kTileBytes, landed);
     }
-    free_for_others(&shared.v_free[s], block);
-    v_ring.advance();
+    this->free_for_others(&shared.v_free[s], block);
+    ring.advance();
     return s;
   }
 };
@@ -370,65 +390,55 @@ __device__ __forceinline__ void clear_last_rows(uint8_t* v, int rows, int lane) 
 }
 
 template <class Traits>
-__device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const CUtensorMap& v_map, const UnionAttentionParams& p,
-                                           StreamSharedStorage<Traits>& shared, int work_items, int lane) {
-  using Math = typename Traits::Math;
+__device__ __forceinline__ void load_keys(const CUtensorMap& map, const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared,
+                                          int work_items, int lane) {
   RingPosition<Traits::kDraws> draws;
   RingPosition<Traits::kGroupSlots> group_ring;
-  BlockCopier<Traits> copier{k_map, v_map, shared};
-  uint32_t last_landed_phase = 0;
+  RingPosition<1> list_ring;
+  KeyCopier<Traits> copier{{shared}};
   int next_work = kNoWork;
   if (lane == 0) next_work = draw_group(p, shared, work_items, draws);
 #pragma unroll 1
   while (true) {
     const int work = __shfl_sync(~0u, next_work, 0);
-    if (work == kNoWork) break;
     GroupPages<Traits> pages;
-    pages.fetch(p, work, lane);
-    pages.drop_unseen();
     int first[Traits::kConsumers];
-    const int count = list_pages(pages, shared, lane, first);
-    ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
-    __syncwarp();  // a lane that still waits must not see the barrier move on twice
-    // In BF16 V is read as it lies in the cache, where anything may lie behind a sequence's end, and a probability of zero does not undo a
-    // NaN. What nobody of the group sees is at the end of its last block.
-    int hidden = 0;
-    if constexpr (Math::kBf16) {
-      if (count > 0) {
-        const int position = shared.list[(count - 1) / 2].page() * 2 + (count - 1) % 2;
-        hidden = (position + 1) * Math::kBlockTokens - 1 - __reduce_max_sync(~0u, pages.limit);
-      }
+    int count = 0;
+    if (work != kNoWork) {
+      pages.fetch(p, work, lane);
+      pages.drop_unseen();
     }
-    int last_stage = 0;
+    ptx::mbarrier_wait(&shared.list_read, list_ring.phase ^ 1);
+    __syncwarp();  // a lane that still waits must not see the barrier move on twice
+    list_ring.advance();
+    if (work != kNoWork) count = list_pages(pages, shared, lane, first);
+    int hidden = 0;
+    if (Traits::Math::kBf16 && count > 0) {
+      const auto last = copier.get(count - 1);
+      hidden = static_cast<int>(last.page.page()) * RowTile::kPageSize + (last.half + 1) * Traits::Math::kBlockTokens - 1 - pages.last_position();
+    }
+    if (lane == 0) {
+      shared.head = {work, count, hidden};
+      ptx::mbarrier_arrive(&shared.listed);
+    }
+    if (work == kNoWork) break;
+    ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
+    __syncwarp();
     if (lane == 0) {
 #pragma unroll
       for (int c = 0; c < Traits::kConsumers; ++c)
         shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextBlock{0, 0} : copier.describe(c, 0, 0, first[c]);
       ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);
       const int kv_head = work / p.groups;
-      const uint8_t* tiles = p.value_tiles + static_cast<int64_t>(kv_head) * p.pool_pages * RowTile::kTileBytes;
       const int draw_at = max(count - Traits::kDrawAhead, 0);
 #pragma unroll 1
       for (int block = 0; block < count; ++block) {
-        copier.copy_k(block, kv_head);
-        if (block > 0) copier.copy_v(block - 1, kv_head, tiles);
+        copier.copy(map, block, kv_head);
         if (block == draw_at) next_work = draw_group(p, shared, work_items, draws);
       }
-      if (count > 0) last_stage = copier.copy_v(count - 1, kv_head, tiles, hidden > 0 ? &shared.last_landed : nullptr);
-      else next_work = draw_group(p, shared, work_items, draws);
+      if (count == 0) next_work = draw_group(p, shared, work_items, draws);
     }
     __syncwarp();
-    if constexpr (Math::kBf16) {
-      if (hidden > 0) {
-        ptx::mbarrier_wait(&shared.last_landed, last_landed_phase);
-        last_landed_phase ^= 1;
-        last_stage = __shfl_sync(~0u, last_stage, 0);
-        clear_last_rows<Math>(shared.v[last_stage], hidden, lane);
-        ptx::fence_proxy_async_shared();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&shared.v_ready[last_stage]);
-      }
-    }
     group_ring.advance();
   }
   if (lane == 0) {
@@ -438,6 +448,46 @@ __device__ __forceinline__ void load_pages(const CUtensorMap& k_map, const CUten
     if (atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) - 1) {
       p.queue[0] = 0;
       p.queue[1] = 0;
+    }
+  }
+}
+
+// In BF16 V is read as it lies in the cache, where anything may lie behind a sequence's end, and a probability of zero does not undo a NaN.
+// What nobody of the group sees is at the end of its last block, and is cleared before consumers are told.
+template <class Traits>
+__device__ __forceinline__ void load_values(const CUtensorMap& map, const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared,
+                                            int lane) {
+  using Math = typename Traits::Math;
+  RingPosition<1> list_ring, last_ring;
+  ValueCopier<Traits> copier{{shared}};
+#pragma unroll 1
+  while (true) {
+    ptx::mbarrier_wait(&shared.listed, list_ring.phase);
+    __syncwarp();  // a lane that still waits must not see the barrier move on twice
+    list_ring.advance();
+    const ListHead head = shared.head;
+    if (head.work == kNoWork) break;
+    const bool clears = Math::kBf16 && head.hidden > 0;
+    int last_stage = 0;
+    if (lane == 0) {
+      const int kv_head = head.work / p.groups;
+      const uint8_t* tiles = p.value_tiles + static_cast<int64_t>(kv_head) * p.pool_pages * RowTile::kTileBytes;
+#pragma unroll 1
+      for (int block = 0; block < head.blocks; ++block)
+        last_stage = copier.copy(map, block, kv_head, tiles, clears && block == head.blocks - 1 ? &shared.last_landed : nullptr);
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&shared.list_read);
+    if constexpr (Math::kBf16) {
+      if (clears) {
+        ptx::mbarrier_wait(&shared.last_landed, last_ring.phase);
+        last_ring.advance();
+        last_stage = __shfl_sync(~0u, last_stage, 0);
+        clear_last_rows<Math>(shared.v[last_stage], head.hidden, lane);
+        ptx::fence_proxy_async_shared();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&shared.v_ready[last_stage]);
+      }
     }
   }
 }
@@ -679,6 +729,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr int kConsumerWarps = RowTile::kWarps * Traits::kConsumers;
     ptx::prefetch_tensor_map(&k_map);
     if constexpr (Traits::Math::kBf16) ptx::prefetch_tensor_map(&v_map);
+    ptx::mbarrier_init(&shared.listed, 1);
+    ptx::mbarrier_init(&shared.list_read, 1);
     ptx::mbarrier_init(&shared.last_landed, 1);
     for (int s = 0; s < Traits::kStages; ++s) {
       ptx::mbarrier_init(&shared.k_ready[s], 1);
@@ -703,8 +755,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::set_max_registers_down<Traits::kProducerRegisters>();
-    if (warp == 0) load_pages<Traits>(k_map, v_map, p, shared, work_items, lane);
-    else quantise_groups<Traits>(p, shared, warp - 1, lane);
+    if (warp == 0) load_keys<Traits>(k_map, p, shared, work_items, lane);
+    else if (warp == 1) load_values<Traits>(v_map, p, shared, lane);
+    else quantise_groups<Traits>(p, shared, warp - Traits::kLoadingWarps, lane);
   } else {
     ptx::set_max_registers_up<Traits::kConsumerRegisters>();
     consume<Traits>(p, shared, warpgroup - 1, warp, lane);

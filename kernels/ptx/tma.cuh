@@ -24,7 +24,15 @@ __device__ __forceinline__ void tma_load_3d(void* destination, const CUtensorMap
       : "memory");
 }
 
-// The same to every CTA of the cluster whose bit is set in `cta_mask`, at the same offset; each one's own barrier at the
+__device__ __forceinline__ void tma_load_4d(void* destination, const CUtensorMap* map, int x, int y, int z, int w, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+          shared_address(destination)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same of three dimensions to every CTA of the cluster whose bit is set in `cta_mask`, at the same offset; each one's own barrier at the
 // same offset counts the bytes.
 __device__ __forceinline__ void tma_load_3d_multicast(void* destination, const CUtensorMap* map, int x, int y, int z,
                                                       uint64_t* barrier, uint16_t cta_mask) {

@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 import torch
 from gpu_support import HAS_CUDA, attend, same_bits
+from rounded_queries import rounded_rows
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import nrms
@@ -97,10 +98,14 @@ def test_half_of_the_heads_give_the_bits_they_give_among_all(kv_heads, precision
 @pytest.mark.parametrize("factor", [4.0, 16.0, 1e-3])
 @pytest.mark.parametrize("ratio", [2, 8, 13])
 def test_sharp_and_flat_logits(ratio, factor):
-    """Rows without a head have logits of zero: they must not keep a row of the same warp from raising its reference."""
+    """Rows without a head have logits of zero: they must not keep a row of the same warp from raising its reference.
+
+    The reference has Q rounded as the kernels round it: what is left is the rounding of P.
+    """
     case = make_case("prefix", seed=7, device="cuda", ratio=ratio)
     case = dataclasses.replace(case, q=(case.q.float() * factor).to(torch.bfloat16))
-    assert nrms(attend(case, window=64, engine="stream"), reference(case)) <= 0.0625
+    expected = pw.reference.sparse_prefill(rounded_rows(case.q), *case.args()[1:])
+    assert nrms(attend(case, window=64, engine="stream"), expected) <= 0.035
 
 
 @pytest.mark.parametrize("ratio", [3, 8])
@@ -118,5 +123,5 @@ def test_repeats_are_identical_beside_other_work(ratio):
 def test_the_library_refuses_more_than_it_has_room_for():
     """As the last line of defence: the public function has said no before."""
     case = make_case("prefix", seed=1, device="cuda", ratio=17)
-    with pytest.raises(RuntimeError, match="1 to 16 heads per KV head"):
+    with pytest.raises(ValueError, match="1 to 16 heads per KV head"):
         attend(case, window=64, engine="union8")
