@@ -40,7 +40,7 @@ struct UnionAttentionParams {
   const float* v_scale_device;
   // stream.cuh only
   int32_t* queue;              // [2] groups drawn, CTAs done; zero between launches
-  const int32_t* order;        // [kv_heads * groups] in which groups are drawn
+  const int32_t* order;        // [kv_heads * groups] in which groups are drawn; null: as they are numbered (neighbours share pages in L2)
   const uint8_t* value_tiles;  // [kv_heads, pool_pages] tiles of V^T (value_tiles.cuh)
   int pool_pages;
 };

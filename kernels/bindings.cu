@@ -158,19 +158,6 @@ void value_tiles(TensorView v_cache, TensorView marks, TensorView tiles, TensorV
   check_cuda(pw::launch_value_tiles(params, static_cast<int>(v_cache.size(1)), multiprocessors(name), current_stream(v_cache)), name);
 }
 
-// Writes the order in which the plan's groups are drawn behind the queue's two counters; value_tiles does so beside its own work.
-void group_order(TensorView counts, TensorView queue) {
-  const char* name = "group_order";
-  require(counts.IsContiguous() && queue.IsContiguous() && queue.size(0) == 2 + counts.numel(), name,
-          "counts must be [kv_heads, groups], queue [2 + kv_heads * groups]");
-  DeviceGuard guard(counts);
-  pw::ValueTileParams params{};
-  params.counts = data<const int32_t>(counts);
-  params.order = data<int32_t>(queue) + 2;
-  params.groups = static_cast<int>(counts.size(1));
-  check_cuda(pw::launch_group_order(params, static_cast<int>(counts.size(0)), current_stream(counts)), name);
-}
-
 bool is_bf16(const TensorView& tensor) { return tensor.dtype().code == kDLBfloat && tensor.dtype().bits == 16; }
 
 // A cache's tensor map with boxes of `tokens` rows, or an error that names the cache.
@@ -235,7 +222,7 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
   params.k_scale_device = data_or_null<float>(k_scale_device);
   params.v_scale_device = data_or_null<float>(v_scale_device);
   params.queue = const_cast<int32_t*>(data_or_null<int32_t>(queue));
-  params.order = tiles.has_value() ? params.queue + 2 : nullptr;  // value_tiles writes it
+  params.order = tiles.has_value() ? params.queue + 2 : nullptr;  // value_tiles has written it
   params.value_tiles = data_or_null<uint8_t>(tiles);
   params.pool_pages = static_cast<int>(k_cache.size(0) / pw::RowTile::kPageSize);
 
@@ -269,6 +256,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_regroup, regroup)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_union_prep, union_prep)
 #ifndef PW_PLAN_ONLY
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_value_tiles, value_tiles)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_group_order, group_order)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pw_attention, attention)
 #endif

@@ -1,20 +1,24 @@
 // Streamed union attention: what union8.cuh computes (with one term to the bit), with pages streamed through a deep ring to independent
-// consumer warpgroups. V comes as transposed tiles (value_tiles.cuh), so nothing but copies stands between L2 and the tensor cores.
+// consumer warpgroups. V of an E4M3 cache comes as transposed tiles (value_tiles.cuh), so nothing but copies stands between L2 and the tensor
+// cores. A BF16 cache is multiplied in BF16, V as it lies in the cache; a page goes in two blocks of 64 tokens then (in E4M3 a block is a page).
 //
 // One persistent CTA an SM draws groups from a queue. kConsumers warpgroups own 4 queries x 16 heads of the group each, and share
-// its pages but not their pace: the ring is kStages pages deep, and a consumer skips pages that none of its queries picked. The
-// producer warpgroup's first warp draws groups and copies pages; its other three quantise the queries of the next group while this
-// one's pages are walked.
+// its blocks but not their pace: the ring is kStages blocks deep, and a consumer skips blocks that none of its queries picked. The
+// producer warpgroup's first warp draws groups and copies blocks, in BF16 of K only: V has a warp of its own. The others quantise the queries of
+// the next group while this one's blocks are walked.
 //
 //   Barrier                completes when                                      waited for by
-//   k_ready   [stage]      K of the page has landed                            consumers, before S = Q K^T
-//   v_ready   [stage]      V^T of the page has landed                          consumers, before O += P V; the loading warp, before it
-//                                                                              announces the next page of the slot
-//   issued    [consumer]   the consumer's next page is on its way: from now     the consumer, before k_ready
-//             [own page]   on k_ready's parity tells it from the page before
+//   k_ready   [stage]      K of the block has landed                           consumers, before S = Q K^T; V's warp, before it loads V
+//   v_ready   [stage]      V^T or V of the block has landed                    consumers, before O += P V; the loading warp, before it
+//                                                                              announces the next block of the slot
+//   issued    [consumer]   the consumer's next block is on its way: from now    the consumer, before k_ready
+//             [own block]  on k_ready's parity tells it from the block before
 //                          in the same slot, which the consumer may have
 //                          skipped
-//   k_free, v_free [stage] all consumers that have a member are done with it   the loading warp
+//   k_free, v_free [stage] all consumers that have a member are done with it   the loading warps
+//   listed, list_read      the group's pages are listed; V's warp is done      V's warp; the loading warp, before it lists others
+//                          with the list
+//   last_landed            a group's last block of V has landed                V's warp, which clears what nobody may see of it
 //   drawn     [draw]       a group's number is written                         the quantising warps
 //   read      [draw]       they have read it                                   the loading warp
 //   ready     [group slot] the group's queries are quantised, its first        consumers
@@ -22,11 +26,11 @@
 //   done      [group slot] all consumers are past the group's last P V and     the loading warp and the quantising warps
 //                          have read its queries
 //
-// Timeline of a consumer, pages n and n + 1 its own:
+// Timeline of a consumer, blocks n and n + 1 its own:
 //   wait issued, k_ready(n + 1), v_ready(n) | issue S(n + 1), P V(n) | wait S | probabilities of n + 1, one query of the warp's two |
 //   wait P V | free V(n), K(n + 1) | raise the reference if need be; the same for the other query if it picked the page too; P to its place
-// Probabilities are computed from the reference as it is, without a maximum of the page, and again after a raise. A group's first page,
-// and one that is far behind (NextPage::kFar), begins with S alone: P V of the page before it has ended.
+// Probabilities are computed from the reference as it is, without a maximum of the block, and again after a raise. A group's first block,
+// and one that is far behind (NextBlock::kFar), begins with S alone: P V of the block before it has ended.
 // The softmax of one consumer runs while the tensor cores work for the other; the first query's also beside the own P V.
 //
 // With two terms (kTerms, precision high) P V of a page is summed apart, from zero and in the registers of S, and added to O in FP32: O as
@@ -60,7 +64,9 @@ struct StreamTraits {
   // as late as possible, because what a CTA has drawn at the end no idle CTA can take over.
   static constexpr int kDrawAhead = 12 * kBlocksPerPage;
   static constexpr int kIssued = 8;      // at least kStages: no more blocks than that are on their way
-  static constexpr int kLoadingWarps = 2;  // of K and of V: one alone, a hundred instructions a block behind each other, would hold up all others
+  // One warp loads K and V; in BF16, of which a block is half as much work, it would hold up everybody else, and V has a warp of its own. (In
+  // E4M3 that costs 2 to 4 %: V comes later then, and two warps are left to quantise.)
+  static constexpr int kLoadingWarps = Math::kBf16 ? 2 : 1;
   static constexpr int kQuantisingWarps = RowTile::kWarps - kLoadingWarps;
   // setmaxnreg deals the registers of the launch (168 a thread in three warpgroups: 504) out anew. A sum above that would hang: the
   // last warpgroup waits for registers that nobody gives back.
@@ -278,6 +284,9 @@ struct BlockCopier {
     uint32_t mask;  // its low bits: the block's members
 
     __device__ __forceinline__ uint32_t members(int c) const { return ListedPage::members_of(mask, c); }
+    __device__ __forceinline__ int first_token() const {
+      return static_cast<int>(page.page()) * RowTile::kPageSize + half * Math::kBlockTokens;
+    }
     __device__ __forceinline__ int first_slot() const { return page.slot() * RowTile::kPageSize + half * Math::kBlockTokens; }
   };
 
@@ -358,18 +367,20 @@ struct ValueCopier : BlockCopier<Traits> {
   using BlockCopier<Traits>::shared, BlockCopier<Traits>::ring;
 
   // `landed`: the barrier that is told, the stage's v_ready if null. Returns where the block goes.
-  __device__ __forceinline__ int copy(const CUtensorMap& map, int number, int kv_head, const uint8_t* tiles, uint64_t* landed = nullptr) {
+  __device__ __forceinline__ int copy(const CUtensorMap& map, const UnionAttentionParams& p, int number, int kv_head,
+                                      uint64_t* landed = nullptr) {
     const int s = ring.stage;
     const Block block = this->get(number);
     ptx::mbarrier_wait(&shared.v_free[s], ring.phase ^ 1);
     // Not before its K, which waits for V of the block before in the same slot and knows it by parity.
-    ptx::mbarrier_wait(&shared.k_ready[s], ring.phase);
+    if constexpr (Traits::kLoadingWarps > 1) ptx::mbarrier_wait(&shared.k_ready[s], ring.phase);
     if (landed == nullptr) landed = &shared.v_ready[s];
     if constexpr (Traits::Math::kBf16) {
       BlockCopier<Traits>::copy(shared.v[s], map, block, kv_head, landed);
     } else {
+      const int64_t tile = static_cast<int64_t>(kv_head) * p.pool_pages + block.page.slot();
       ptx::mbarrier_arrive_expect_tx(landed, RowTile::kTileBytes);
-      ptx::bulk_load(shared.v[s], tiles + static_cast<int64_t>(block.page.slot()) * RowTile::kTileBytes, RowTile::kTileBytes, landed);
+      ptx::bulk_load(shared.v[s], p.value_tiles + tile * RowTile::kTileBytes, RowTile::kTileBytes, landed);
     }
     this->free_for_others(&shared.v_free[s], block);
     ring.advance();
@@ -378,64 +389,70 @@ struct ValueCopier : BlockCopier<Traits> {
 };
 
 // Run by a warp: the last `rows` tokens of a block of V in BF16 become zeros.
-template <class Math>
 __device__ __forceinline__ void clear_last_rows(uint8_t* v, int rows, int lane) {
   constexpr int kVectors = 128 / sizeof(uint4);  // of a row of a panel
 #pragma unroll 1
   for (int i = lane; i < rows * kVectors; i += 32) {
 #pragma unroll
-    for (int panel = 0; panel < Math::kPanels; ++panel)
-      reinterpret_cast<uint4*>(v + (panel + 1) * Math::kPanelBytes)[-1 - i] = make_uint4(0, 0, 0, 0);
+    for (int panel = 0; panel < Bf16Math::kPanels; ++panel)
+      reinterpret_cast<uint4*>(v + (panel + 1) * Bf16Math::kPanelBytes)[-1 - i] = make_uint4(0, 0, 0, 0);
   }
 }
 
+// One warp's work: draws groups, lists their pages and loads K, and V too unless it is load_values' work.
 template <class Traits>
-__device__ __forceinline__ void load_keys(const CUtensorMap& map, const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared,
-                                          int work_items, int lane) {
+__device__ __forceinline__ void load_groups(const CUtensorMap& map, const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared,
+                                            int work_items, int lane) {
+  constexpr bool kLoadsValues = Traits::kLoadingWarps == 1;
   RingPosition<Traits::kDraws> draws;
   RingPosition<Traits::kGroupSlots> group_ring;
   RingPosition<1> list_ring;
-  KeyCopier<Traits> copier{{shared}};
+  KeyCopier<Traits> keys{{shared}};
+  ValueCopier<Traits> values{{shared}};
   int next_work = kNoWork;
   if (lane == 0) next_work = draw_group(p, shared, work_items, draws);
 #pragma unroll 1
   while (true) {
     const int work = __shfl_sync(~0u, next_work, 0);
-    GroupPages<Traits> pages;
-    int first[Traits::kConsumers];
-    int count = 0;
-    if (work != kNoWork) {
-      pages.fetch(p, work, lane);
-      pages.drop_unseen();
-    }
-    ptx::mbarrier_wait(&shared.list_read, list_ring.phase ^ 1);
-    __syncwarp();  // a lane that still waits must not see the barrier move on twice
-    list_ring.advance();
-    if (work != kNoWork) count = list_pages(pages, shared, lane, first);
-    int hidden = 0;
-    if (Traits::Math::kBf16 && count > 0) {
-      const auto last = copier.get(count - 1);
-      hidden = static_cast<int>(last.page.page()) * RowTile::kPageSize + (last.half + 1) * Traits::Math::kBlockTokens - 1 - pages.last_position();
-    }
-    if (lane == 0) {
-      shared.head = {work, count, hidden};
-      ptx::mbarrier_arrive(&shared.listed);
-    }
     if (work == kNoWork) break;
+    GroupPages<Traits> pages;
+    pages.fetch(p, work, lane);
+    pages.drop_unseen();
+    if constexpr (!kLoadsValues) {
+      ptx::mbarrier_wait(&shared.list_read, list_ring.phase ^ 1);
+      __syncwarp();  // a lane that still waits must not see the barrier move on twice
+      list_ring.advance();
+    }
+    int first[Traits::kConsumers];
+    const int count = list_pages(pages, shared, lane, first);
+    if constexpr (!kLoadsValues) {
+      int hidden = 0;
+      if (count > 0) {
+        const auto last = keys.get(count - 1);
+        hidden = last.first_token() + Traits::Math::kBlockTokens - 1 - pages.last_position();
+      }
+      if (lane == 0) {
+        shared.head = {work, count, hidden};
+        ptx::mbarrier_arrive(&shared.listed);
+      }
+    }
     ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
-    __syncwarp();
+    __syncwarp();  // a lane that still waits must not see the barrier move on twice
     if (lane == 0) {
 #pragma unroll
       for (int c = 0; c < Traits::kConsumers; ++c)
-        shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextBlock{0, 0} : copier.describe(c, 0, 0, first[c]);
+        shared.groups[group_ring.stage].first[c] = first[c] < 0 ? NextBlock{0, 0} : keys.describe(c, 0, 0, first[c]);
       ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);
       const int kv_head = work / p.groups;
       const int draw_at = max(count - Traits::kDrawAhead, 0);
 #pragma unroll 1
       for (int block = 0; block < count; ++block) {
-        copier.copy(map, block, kv_head);
+        keys.copy(map, block, kv_head);
+        // V of a block behind K of the next: a consumer needs it a block later, and frees it a block later.
+        if (kLoadsValues && block > 0) values.copy(map, p, block - 1, kv_head);
         if (block == draw_at) next_work = draw_group(p, shared, work_items, draws);
       }
+      if (kLoadsValues && count > 0) values.copy(map, p, count - 1, kv_head);
       if (count == 0) next_work = draw_group(p, shared, work_items, draws);
     }
     __syncwarp();
@@ -444,6 +461,11 @@ __device__ __forceinline__ void load_keys(const CUtensorMap& map, const UnionAtt
   if (lane == 0) {
     ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
     ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);  // the end of the queue
+    if constexpr (!kLoadsValues) {
+      ptx::mbarrier_wait(&shared.list_read, list_ring.phase ^ 1);
+      shared.head.work = kNoWork;
+      ptx::mbarrier_arrive(&shared.listed);
+    }
     // The last CTA that has drawn its end leaves the queue as it found it, for the next launch.
     if (atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) - 1) {
       p.queue[0] = 0;
@@ -452,12 +474,11 @@ __device__ __forceinline__ void load_keys(const CUtensorMap& map, const UnionAtt
   }
 }
 
-// In BF16 V is read as it lies in the cache, where anything may lie behind a sequence's end, and a probability of zero does not undo a NaN.
-// What nobody of the group sees is at the end of its last block, and is cleared before consumers are told.
+// The work of a warp that loads V alone, as it lies in a BF16 cache. There anything may lie behind a sequence's end, and a probability of zero
+// does not undo a NaN: what nobody of the group sees, at the end of its last block, is cleared before consumers are told.
 template <class Traits>
 __device__ __forceinline__ void load_values(const CUtensorMap& map, const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared,
                                             int lane) {
-  using Math = typename Traits::Math;
   RingPosition<1> list_ring, last_ring;
   ValueCopier<Traits> copier{{shared}};
 #pragma unroll 1
@@ -467,27 +488,24 @@ __device__ __forceinline__ void load_values(const CUtensorMap& map, const UnionA
     list_ring.advance();
     const ListHead head = shared.head;
     if (head.work == kNoWork) break;
-    const bool clears = Math::kBf16 && head.hidden > 0;
+    const bool clears = head.hidden > 0;
     int last_stage = 0;
     if (lane == 0) {
       const int kv_head = head.work / p.groups;
-      const uint8_t* tiles = p.value_tiles + static_cast<int64_t>(kv_head) * p.pool_pages * RowTile::kTileBytes;
 #pragma unroll 1
       for (int block = 0; block < head.blocks; ++block)
-        last_stage = copier.copy(map, block, kv_head, tiles, clears && block == head.blocks - 1 ? &shared.last_landed : nullptr);
+        last_stage = copier.copy(map, p, block, kv_head, clears && block == head.blocks - 1 ? &shared.last_landed : nullptr);
     }
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(&shared.list_read);
-    if constexpr (Math::kBf16) {
-      if (clears) {
-        ptx::mbarrier_wait(&shared.last_landed, last_ring.phase);
-        last_ring.advance();
-        last_stage = __shfl_sync(~0u, last_stage, 0);
-        clear_last_rows<Math>(shared.v[last_stage], head.hidden, lane);
-        ptx::fence_proxy_async_shared();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&shared.v_ready[last_stage]);
-      }
+    if (clears) {
+      ptx::mbarrier_wait(&shared.last_landed, last_ring.phase);
+      last_ring.advance();
+      last_stage = __shfl_sync(~0u, last_stage, 0);
+      clear_last_rows(shared.v[last_stage], head.hidden, lane);
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&shared.v_ready[last_stage]);
     }
   }
 }
@@ -755,9 +773,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::set_max_registers_down<Traits::kProducerRegisters>();
-    if (warp == 0) load_keys<Traits>(k_map, p, shared, work_items, lane);
-    else if (warp == 1) load_values<Traits>(v_map, p, shared, lane);
-    else quantise_groups<Traits>(p, shared, warp - Traits::kLoadingWarps, lane);
+    if (warp == 0) {
+      load_groups<Traits>(k_map, p, shared, work_items, lane);
+      return;
+    }
+    if constexpr (Traits::kLoadingWarps > 1) {
+      if (warp == 1) {
+        load_values<Traits>(v_map, p, shared, lane);
+        return;
+      }
+    }
+    quantise_groups<Traits>(p, shared, warp - Traits::kLoadingWarps, lane);
   } else {
     ptx::set_max_registers_up<Traits::kConsumerRegisters>();
     consume<Traits>(p, shared, warpgroup - 1, warp, lane);

@@ -142,19 +142,6 @@ __global__ void __launch_bounds__(RowTile::kThreads) value_tile_kernel(const __g
   }
 }
 
-// grid (1, kv_heads): the order alone, where V is read from the cache.
-__global__ void __launch_bounds__(RowTile::kThreads) group_order_kernel(const __grid_constant__ ValueTileParams p) {
-  __shared__ int32_t bins[kCountBins], sums[RowTile::kWarps];
-  ptx::let_next_kernel_start();
-  ptx::wait_for_earlier_kernels();
-  order_groups(p, blockIdx.y, gridDim.y, bins, sums);
-}
-
-inline cudaError_t launch_group_order(const ValueTileParams& params, int kv_heads, cudaStream_t stream) {
-  if (kv_heads <= 0) return cudaSuccess;
-  return ptx::launch_early(group_order_kernel, dim3(1, kv_heads), dim3(RowTile::kThreads), 0, stream, params);
-}
-
 inline cudaError_t launch_value_tiles(const ValueTileParams& params, int kv_heads, int processors, cudaStream_t stream) {
   constexpr int kCtasPerProcessor = 4;
   if (kv_heads <= 0) return cudaSuccess;

@@ -288,7 +288,7 @@ def sparse_prefill(
     kv_heads, _, k = topk_idx.shape
     group_size = support.union_group_size(engine, q_heads // kv_heads)
     pool_pages = k_cache.shape[0] // page_size
-    if engine != "stream":
+    if not support.reads_value_tiles(engine, v_cache.dtype):
         value_tiles = None
     elif value_tiles is None and workspace is not None:
         value_tiles = workspace.value_tiles(pool_pages)

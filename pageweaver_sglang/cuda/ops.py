@@ -92,14 +92,6 @@ def value_tiles(v_cache: Tensor, tiles: ValueTiles, plan: UnionPlan) -> None:
     load().pw_value_tiles(v_cache, tiles.marks, tiles.tiles, plan.counts, plan.queue)
 
 
-def group_order(plan: UnionPlan) -> None:
-    """Write the order in which the engine ``stream`` draws the plan's groups behind the counters of ``plan.queue``.
-
-    For BF16 caches, of which V is read as it is; :func:`value_tiles` does it beside its own work.
-    """
-    load().pw_group_order(plan.counts, plan.queue)
-
-
 def default_engine(group_size: int) -> str:
     """Return the engine that :func:`union_attention` takes when none is asked for."""
     return "stream" if group_size == 8 else "union8"
@@ -125,8 +117,8 @@ def union_attention(
     ``engine`` is ``"stream"`` or ``"union8"``; None takes the first for groups of 8 and the second for groups of 4.
     Both give the same bits in ``precision`` ``"fp8"``; ``"high"`` is ``stream``'s alone. Of E4M3 caches ``stream``
     reads V from ``tiles``, uint8 ``[kv_heads, pool_pages, 16384]``, as :func:`value_tiles` left them for this plan's
-    pages. It alone of the two takes BF16 caches, behind :func:`group_order` and without tiles, and then computes in
-    BF16 whatever the precision. ``union8`` reads ``v_cache``. ``"portable"`` takes the arguments of
+    pages. It alone of the two takes BF16 caches, without tiles, and then computes in BF16 whatever the
+    precision. ``union8`` reads ``v_cache``. ``"portable"`` takes the arguments of
     :func:`.portable.union_attention` and computes in 16 bits whatever the precision.
     """
     if engine == PORTABLE:

@@ -18,7 +18,7 @@ import torch
 
 from pageweaver_sglang.checks import UnsupportedError
 from pageweaver_sglang.config import Config
-from pageweaver_sglang.cuda.support import PAGE_SIZE, STREAM, CallKind, engine_on
+from pageweaver_sglang.cuda.support import PAGE_SIZE, CallKind, engine_on, reads_value_tiles
 from pageweaver_sglang.value_tiles import ValueTiles
 
 logger = logging.getLogger(__name__)
@@ -99,11 +99,12 @@ def taken(config: Config, v_cache: torch.Tensor) -> Iterator[tuple[Config, Value
 
 
 def _needed(config: Config, v_cache: torch.Tensor) -> bool:
-    """Whether the stream engine can serve calls on this cache at all."""
+    """Whether calls on this cache read tiles."""
     if config.mode == "native" or not v_cache.is_cuda:
         return False
     kind = CallKind(v_cache.dtype, v_cache.shape[2], PAGE_SIZE)
-    return engine_on(config.engine, torch.cuda.get_device_capability(v_cache.device), kind) == STREAM
+    engine = engine_on(config.engine, torch.cuda.get_device_capability(v_cache.device), kind)
+    return reads_value_tiles(engine, v_cache.dtype)
 
 
 def _pool(v_cache: torch.Tensor) -> tuple[int, int]:

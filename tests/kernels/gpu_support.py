@@ -26,22 +26,19 @@ def attend(
 
     The output starts as NaN, and so do the tiles, which makes one show that is read and was not marked.
     """
-    from pageweaver_sglang.cuda import ops
+    from pageweaver_sglang.cuda import ops, support
 
     if window is not None and perm is None:
         perm = pw.regroup(
             case.topk_idx, case.cu_seqlens, case.prefix_lens, window=window, group_size=group_size, guard=guard
         )
     tiles = None
-    streams = (engine or ops.default_engine(group_size)) == "stream"
-    if streams and case.v_cache.dtype == torch.float8_e4m3fn:
+    if support.reads_value_tiles(engine or ops.default_engine(group_size), case.v_cache.dtype):
         tiles = poisoned_tiles(case.v_cache)
     marks = None if tiles is None else tiles.marks
     plan = plan_with_slots(case, perm, window=window or 128, group_size=group_size, marks=marks)
     if tiles is not None:
         ops.value_tiles(case.v_cache, tiles, plan)
-    elif streams:
-        ops.group_order(plan)
     if out is None:
         out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
     ops.union_attention(
