@@ -57,12 +57,13 @@ class Config(BaseModel):
     """SGLang's own Step 3 (plugin only), unions in the original order, unions of regrouped queries, or whichever of
     these two costs less by what earlier calls saved."""
     engine: Literal["stream", "union8", "portable"] = Field("stream", description="stream, union8 or portable")
-    """Attention kernel: pages streamed to independent warpgroups, the paper's two-CTA cluster (the same bits; Hopper
-    only, elsewhere they mean ``portable``), or the one in Triton, for any CUDA GPU. ``stream`` leaves to ``portable``
-    what it does not cover, such as a BF16 cache."""
+    """Attention kernel: pages streamed to independent warpgroups, the paper's two-CTA cluster (the same bits, for FP8
+    caches only; both are Hopper's and mean ``portable`` elsewhere), or the one in Triton, for any CUDA GPU. ``stream``
+    leaves to ``portable`` what it does not cover: heads of 64, and from Python pages of 64."""
     precision: Literal["fp8", "high"] = Field("fp8", description="fp8 or high")
-    """Q and the softmax weights as one E4M3 value each, or as the sum of two; two in the engine ``stream``. ``union8``
-    has one precision, and so has ``portable``, 16 bits."""
+    """Of an FP8 cache: Q and the softmax weights as one E4M3 value each, or as the sum of two; two in the engine
+    ``stream``. ``union8`` has one precision. ``portable`` computes in 16 bits in either, and so does ``stream`` with a
+    BF16 cache."""
     window: Literal[64, 128] = Field(64, description="64 or 128")
     """Consecutive queries of one request among which one regroup chooses."""
     guard: Literal["none", "window"] = Field("window", description="none or window")

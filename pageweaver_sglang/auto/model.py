@@ -39,8 +39,8 @@ def cost_us(rows: int, window: int) -> float:
 def worth_us(visits: float, engine: str) -> float:
     """What ``visits`` page visits less save.
 
-    An engine without a figure of its own, ``portable``, counts as the fastest one, whether it was asked for or serves
-    in the place of ``stream``: its calls take longer per visit, so that less is expected of regrouping than it gains.
+    An engine without a figure of its own, ``portable``, counts as the fastest one, and ``stream`` has that of FP8
+    caches whatever the cache: their calls take longer per visit, so that less is expected of regrouping than it gains.
     """
     return visits * NS_PER_VISIT.get(engine, NS_PER_VISIT["stream"]) / 1000
 

@@ -206,9 +206,8 @@ def _look_at_gpu(diagnosis: Diagnosis, config: Config | None) -> tuple[int, int]
             found += f"engine {engine}"
             if engine != asked:
                 found += f" (in Triton: {asked} is built for Hopper only)"
-            other = engine_on(asked, capability, CallKind(cache_dtype=bfloat16))
-            if other != engine:
-                found += "; for a BF16 KV cache " + (other or "SGLang's own Step 3")
+            if engine_on(asked, capability, CallKind(cache_dtype=bfloat16)) is None:
+                found += "; for a BF16 KV cache SGLang's own Step 3"
         diagnosis.add(f"GPU {number}", found, wrong)
     if config is not None and config.mode != "native":
         _look_at_memory(diagnosis, engines if shown else [asked])
@@ -228,8 +227,8 @@ def _look_at_memory(diagnosis: Diagnosis, engines: Sequence[str | None]) -> None
         kib = ValueTiles.nbytes(1, 1) / 1024
         diagnosis.add(
             "GPU memory",
-            f"{kib:.0f} KiB per KV page and KV head of a rank for value tiles, as much as one layer's V cache; "
-            "a server's STATUS line says how much that is",
+            f"{kib:.0f} KiB per KV page and KV head of a rank for value tiles, as much as one layer's V cache "
+            "(FP8; none with a BF16 KV cache); a server's STATUS line says how much that is",
         )
 
 

@@ -97,7 +97,8 @@ def engine_on(asked: str, capability: tuple[int, int], kind: CallKind = ANY_KIND
     Args:
         asked: the setting ``engine``. ``portable`` is taken on every GPU; the others are Hopper's, and mean "the best
             there is" elsewhere. On Hopper ``stream`` means the best there is for the call: ``portable`` where it alone
-            covers it. ``union8`` means itself, since whoever asks for it wants to see the paper's kernel.
+            covers it (other head sizes and pages). ``union8`` means itself, since whoever asks for it wants to see the
+            paper's kernel.
         capability: of the GPU.
         kind: of the call, as far as it is known.
     """
@@ -116,6 +117,11 @@ def _candidates(asked: str, capability: tuple[int, int]) -> tuple[str, ...]:
 def reads_value_tiles(engine: str | None, cache_dtype: torch.dtype) -> bool:
     """Whether an engine reads V from value tiles: ``stream``, of an E4M3 cache. V of a BF16 cache is read as it is."""
     return engine == STREAM and cache_dtype == _E4M3
+
+
+def computes_in_16_bits(engine: str, cache_dtype: torch.dtype | None) -> bool:
+    """Whether the setting ``precision`` makes no difference: ``portable``, and every engine on a BF16 cache."""
+    return engine == PORTABLE or cache_dtype == _BF16
 
 
 def call_kind(q: torch.Tensor, k_cache: torch.Tensor, page_size: int) -> CallKind:

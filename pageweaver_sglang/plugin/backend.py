@@ -89,6 +89,7 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
     kernels_state = kernels.prepare(config, device)
     sparse.step3.config = config = kernels.settings_on(config, device)
     tiles_state = fallback_state = "none"
+    kind = support.ANY_KIND
     layers = range(sparse.kv_pool.start_layer, sparse.kv_pool.end_layer)
     if own := [layer for layer in sparse.sparse_layer_ids if layer in layers]:  # not in every pipeline stage
         k_cache, v_cache = sparse.kv_pool.get_kv_buffer(own[0])  # as Step 3 gets them
@@ -109,7 +110,7 @@ def build(runner: Any, dense_backend: Any) -> MiniMaxHybridAttnBackend:
         logger.warning("pageweaver: SGLang serves Step 3 with MSA on this GPU, so PageWeaver will not act")
     page_size = sparse.kv_pool.page_size
     states = {"kernels": kernels_state, "value tiles": tiles_state, "fallback": fallback_state}
-    logger.info("%s", status_line(config, dense_backend, page_size, states, sparse.operations))
+    logger.info("%s", status_line(config, kind, dense_backend, page_size, states, sparse.operations))
     return MiniMaxHybridAttnBackend(dense_backend, sparse, sparse.sparse_layer_ids)
 
 
@@ -129,17 +130,28 @@ def _check_sizes(block_size: int, page_size: int) -> None:
 
 def status_line(
     config: Config,
+    kind: support.CallKind,
     dense_backend: Any,
     page_size: int,
     states: dict[str, str],
     of_process: operations.Operations,
 ) -> str:
-    """One line that says what this process serves with; ``states`` are words for what was got ready, by its name."""
+    """One line that says what this process serves with.
+
+    Args:
+        config: the settings, with the engine that serves.
+        kind: of the calls on this process's KV pool.
+        dense_backend: SGLang's, for the dense layers.
+        page_size: of the KV pool, in tokens.
+        states: words for what was got ready, by its name.
+        of_process: the switch and the metrics.
+    """
     version = compat.sglang_version()
     first, last = compat.SUPPORTED
     untested = "" if compat.tested_version(version) else f" (untested; tested are {first} to {last})"
+    precision = "16 bits" if support.computes_in_16_bits(config.engine, kind.cache_dtype) else config.precision
     return (
-        f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, precision {config.precision}, "
+        f"pageweaver STATUS: mode {config.mode}, engine {config.engine}, precision {precision}, "
         f"window {config.window}, guard {config.guard}, "
         f"{', '.join(f'{what} {state}' for what, state in states.items())}, "
         f"dense layers {type(dense_backend).__name__}, "

@@ -80,7 +80,7 @@ def test_covered_calls(changes):
         ),
         (
             {"v_cache": cache(256, KV_HEADS, 128, dtype=torch.float8_e5m2)},
-            "v_cache must be float8_e4m3fn, got float8_e5m2",
+            "v_cache must be float8_e4m3fn or bfloat16, got float8_e5m2",
         ),
         (
             {"v_cache": cache(128, KV_HEADS, 128)},
@@ -133,7 +133,7 @@ def on_gpu(monkeypatch):
 
 
 BF16 = cache(256, KV_HEADS, 128, dtype=torch.bfloat16)
-PORTABLE_CALLS = [
+NOT_UNION8S_CALLS = [
     {"k_cache": BF16, "v_cache": BF16},
     {"page_size": 64, "pool_page_size": 64},
     {"page_size": 64, "k_cache": cache(192, KV_HEADS, 128), "v_cache": cache(192, KV_HEADS, 128)},
@@ -146,7 +146,7 @@ EVERY_ENGINES_CALLS = [{}, {"q": q(TOKENS, 4, 128)}, {"q": q(TOKENS, 20, 128)}]
 
 @pytest.mark.parametrize(
     ("changes", "by_union8_too"),
-    [*((one, True) for one in EVERY_ENGINES_CALLS), *((one, False) for one in PORTABLE_CALLS)],
+    [*((one, True) for one in EVERY_ENGINES_CALLS), *((one, False) for one in NOT_UNION8S_CALLS)],
 )
 def test_what_portable_covers(on_gpu, changes, by_union8_too):
     for capability, engine in (((9, 0), "portable"), ((8, 0), "stream"), ((12, 0), "union8"), ((10, 0), "portable")):
@@ -162,7 +162,7 @@ def test_what_portable_covers(on_gpu, changes, by_union8_too):
     [
         ({"k_cache": BF16, "v_cache": BF16}, "k_cache must be float8_e4m3fn, got bfloat16"),
         ({"page_size": 64}, "page_size must be 128, got 64"),
-        (PORTABLE_CALLS[-1], "q must have head_dim 128, got 64"),
+        (NOT_UNION8S_CALLS[-1], "q must have head_dim 128, got 64"),
     ],
 )
 def test_what_the_papers_kernel_does_not_cover_is_sglangs(on_gpu, changes, reason):
@@ -224,8 +224,10 @@ def test_which_engine_a_gpu_gets(on_gpu, capability, asked, engine):
     [
         (CallKind(), "stream", "union8", "portable"),
         (CallKind(torch.float8_e4m3fn, 128, 128), "stream", "union8", "portable"),
-        (CallKind(torch.bfloat16), "portable", None, "portable"),
-        (CallKind(torch.bfloat16, 128, 128), "portable", None, "portable"),
+        (CallKind(torch.bfloat16), "stream", None, "portable"),
+        (CallKind(torch.bfloat16, 128, 128), "stream", None, "portable"),
+        (CallKind(torch.bfloat16, 64, 128), "portable", None, "portable"),
+        (CallKind(torch.bfloat16, 128, 64), "portable", None, "portable"),
         (CallKind(torch.float8_e4m3fn, 64, 128), "portable", None, "portable"),
         (CallKind(torch.float8_e4m3fn, 128, 64), "portable", None, "portable"),
         (CallKind(torch.float16, 128, 128), None, None, None),
@@ -241,6 +243,21 @@ def test_which_engine_a_call_gets_on_hopper(kind, by_stream, by_union8, by_porta
     assert engine_on("stream", (10, 0), kind) is None
 
 
+@pytest.mark.parametrize(
+    ("engine", "cache_dtype", "tiles", "in_16_bits"),
+    [
+        ("stream", torch.float8_e4m3fn, True, False),
+        ("stream", torch.bfloat16, False, True),
+        ("union8", torch.float8_e4m3fn, False, False),
+        ("portable", torch.float8_e4m3fn, False, True),
+        ("portable", torch.bfloat16, False, True),
+    ],
+)
+def test_what_an_engine_makes_of_a_cache(engine, cache_dtype, tiles, in_16_bits):
+    assert support.reads_value_tiles(engine, cache_dtype) == tiles
+    assert support.computes_in_16_bits(engine, cache_dtype) == in_16_bits
+
+
 def test_kinds():
     fp8 = cache(256, KV_HEADS, 128)
     assert support.call_kind(q(TOKENS, 64, 128), fp8, 128) == CallKind(torch.float8_e4m3fn, 128, 128)
@@ -252,7 +269,9 @@ def test_kinds():
     ("asked", "k_cache", "page_size", "size"),
     [
         ("stream", cache(256, KV_HEADS, 128), 128, 8),
-        ("stream", BF16, 128, 4),
+        ("stream", BF16, 128, 8),
+        ("stream", BF16, 64, 4),
+        ("portable", BF16, 128, 4),
         ("stream", cache(256, KV_HEADS, 128), 64, 4),
         ("union8", BF16, 128, 8),
         ("portable", cache(256, KV_HEADS, 128), 128, 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from gpu_support import HAS_CUDA, attend, same_bits
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.bench.accuracy import nrms
 from pageweaver_sglang.plugin import tiles
 from pageweaver_sglang.plugin.forwards import Forwards
 from pageweaver_sglang.plugin.step3 import Step3
@@ -75,15 +77,17 @@ def test_a_layer_allocates_its_output_alone_and_waits_for_nothing(cases, expecte
 
 
 @pytest.mark.skipif(HAS_CUDA and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
-def test_a_bf16_cache_is_portables_and_takes_no_value_tiles(cases, monkeypatch):
+def test_stream_serves_a_bf16_cache_without_value_tiles(cases, monkeypatch):
     monkeypatch.setattr(tiles, "_of_pools", {})
     case, forwards, batch = cases[0], Forwards(), make_batch(cases[0])
-    call = arguments(case) | {name: getattr(case, name).bfloat16() for name in ("k_cache", "v_cache")}
+    widened = {name: getattr(case, name).bfloat16() for name in ("k_cache", "v_cache")}
+    call = arguments(case) | widened
     step3 = make_step3("stream")
     outputs = [step3(native, layer, call, forwards.of(batch)) for layer in LAYERS]
-    expected = make_step3("portable")(native, 0, call)
+    expected = attend(dataclasses.replace(case, **widened), window=None, engine="stream")
     assert all(same_bits(out, expected) for out in outputs)
     assert tiles._of_pools == {}
+    assert nrms(outputs[0], make_step3("portable")(native, 0, call)) < 0.005  # each rounds P and the output to BF16
     asked = []
     make_step3("union8")(lambda **call: asked.append(call), 0, call)
     assert len(asked) == 1

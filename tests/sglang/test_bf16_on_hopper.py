@@ -1,4 +1,4 @@
-"""A BF16 KV cache on Hopper, in SGLang: ``stream`` leaves it to ``portable``, ``union8`` leaves it to SGLang."""
+"""A BF16 KV cache on Hopper, in SGLang: ``stream`` and ``portable`` serve it, ``union8`` leaves it to SGLang."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def outcome(run_program):
     return run_program("bf16_on_hopper", PAGEWEAVER_DENSE_BACKEND="torch_native")
 
 
-@pytest.mark.parametrize("case", ["stream", "high"])
-def test_portable_serves_and_agrees_with_sglangs_step3(outcome, case):
-    result = outcome.result[case]
-    assert result["engine"] == "portable"
-    assert result["precision"] == ("high" if case == "high" else "fp8")
-    assert result["attended"] == [["portable", 4, False]] * 2  # engine, queries per union, value tiles
+@pytest.mark.parametrize(("engine", "group_size"), [("stream", 8), ("portable", 4)])
+@pytest.mark.parametrize("precision", ["fp8", "high"])
+def test_both_serve_and_agree_with_sglangs_step3(outcome, engine, group_size, precision):
+    result = outcome.result[engine if precision == "fp8" else f"{engine} high"]
+    assert (result["engine"], result["precision"]) == (engine, precision)
+    assert result["attended"] == [[engine, group_size, False]] * 2  # engine, queries per union, value tiles
     assert result["same"]
     assert result["calls_by_arm"] == {"pageweaver": 2}
     assert result["fallbacks"] == {}
@@ -33,16 +33,17 @@ def test_the_papers_kernel_leaves_it_to_sglang(outcome):
     assert result["nrms"] == 0
 
 
-def test_value_tiles_are_for_pools_that_stream_reads(outcome):
+def test_value_tiles_are_for_pools_that_stream_reads_them_of(outcome):
     tiles = {case: result["pools with value tiles"] for case, result in outcome.result.items()}
-    assert tiles == {"stream": 0, "high": 0, "union8": 0, "fp8": 1}
+    assert tiles.pop("fp8") == 1
+    assert tiles == dict.fromkeys(["stream", "stream high", "portable", "portable high", "union8"], 0)
     assert outcome.result["fp8"]["engine"] == "stream"
 
 
-def test_the_log_names_the_engine_that_serves(outcome):
+def test_the_log_says_what_serves(outcome):
     lines = [line for line in outcome.output.splitlines() if line.startswith("pageweaver STATUS")]
-    engines = [re.search(r"engine (\w+), .* value tiles (\w+)", line).groups() for line in lines]
-    assert [engine for engine, _ in engines] == ["portable", "portable", "union8", "stream"]
-    assert [tiles == "none" for _, tiles in engines] == [True, True, True, False]
-    said = "pageweaver: engine portable serves instead of stream: KV cache bfloat16, head_dim 128, page size 128"
-    assert outcome.output.count(said) == 2
+    said = [re.search(r"engine (\w+), precision ([\w ]+), .* value tiles (none|\d+ MiB),", line) for line in lines]
+    in_16_bits = [(engine, "16 bits") for engine in ("stream", "stream", "portable", "portable", "union8")]
+    assert [words.groups()[:2] for words in said] == [*in_16_bits, ("stream", "fp8")]
+    assert [words[3] == "none" for words in said] == [True] * 5 + [False]
+    assert "serves instead of" not in outcome.output

@@ -68,7 +68,8 @@ def test_every_gpu_gets_its_library_and_its_engine(hopper, monkeypatch, capabili
     ("kind", "engine", "serves"),
     [
         (CallKind(torch.float8_e4m3fn, 128, 128), "stream", "stream"),
-        (CallKind(torch.bfloat16, 128, 128), "stream", "portable"),
+        (CallKind(torch.bfloat16, 128, 128), "stream", "stream"),
+        (CallKind(torch.bfloat16, 64, 128), "stream", "portable"),
         (CallKind(torch.bfloat16, 128, 128), "union8", "union8"),  # and every call is SGLang's
         (CallKind(torch.bfloat16, 128, 128), "portable", "portable"),
         (CallKind(torch.bfloat16, 96, 128), "stream", "stream"),  # likewise
@@ -77,14 +78,15 @@ def test_every_gpu_gets_its_library_and_its_engine(hopper, monkeypatch, capabili
 def test_a_hopper_serves_a_pool_by_what_covers_its_calls(hopper, caplog, kind, engine, serves):
     caplog.set_level("INFO")
     assert kernels.settings_on(Config(engine=engine, precision="fp8"), CUDA, kind) == Config(engine=serves)
-    said = f"engine {serves} serves instead of {engine}: KV cache bfloat16, head_dim 128, page size 128"
+    said = f"engine {serves} serves instead of {engine}: KV cache bfloat16, head_dim 64, page size 128"
     assert (said in caplog.text) == (serves != engine)
 
 
-def test_high_precision_of_a_bf16_cache(hopper):
-    """``portable`` computes in 16 bits, so that it keeps what was asked for."""
-    kind = CallKind(torch.bfloat16, 128, 128)
-    high = Config(engine="portable", precision="high")
+@pytest.mark.parametrize(("head_dim", "engine"), [(128, "stream"), (64, "portable")])
+def test_high_precision_of_a_bf16_cache(hopper, head_dim, engine):
+    """Both compute in 16 bits, so that they keep what was asked for."""
+    kind = CallKind(torch.bfloat16, head_dim, 128)
+    high = Config(engine=engine, precision="high")
     assert kernels.settings_on(Config(precision="high"), CUDA, kind) == high
 
 

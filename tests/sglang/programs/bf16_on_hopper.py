@@ -1,6 +1,7 @@
-"""A BF16 KV cache where the GPU passes for a Hopper: the portable engine's kernel, interpreted, serves inside SGLang.
+"""A BF16 KV cache where the GPU passes for a Hopper: everything that the plugin does before attention, inside SGLang.
 
-Regrouping and unions, which CUDA kernels make there, are the reference engine's here.
+The portable engine's kernel is interpreted. What CUDA kernels do there is done in PyTorch here: regrouping and unions
+by the reference engine, and the engine ``stream`` by float64 attention over the plan.
 """
 
 from __future__ import annotations
@@ -46,7 +47,23 @@ def prepare_unions(
 
 def union_attention(*arguments, engine, tiles, **options):
     attended.append([engine, arguments[3].group_size, tiles is not None])
-    real_union_attention(*arguments, engine=engine, tiles=tiles, **options)
+    if engine == "stream":
+        attend_over_plan(*arguments, sm_scale=options["sm_scale"])
+    else:
+        real_union_attention(*arguments, engine=engine, tiles=tiles, **options)
+
+
+def attend_over_plan(q, k_cache, v_cache, plan, out, *, sm_scale):
+    """Every query over the tokens it sees of its own pages, in float64; K and V without scales."""
+    ratio, size = q.shape[1] // k_cache.shape[1], plan.page_size
+    for head, group, slot in (plan.queries >= 0).nonzero().tolist():
+        query, limit = int(plan.queries[head, group, slot]), int(plan.limits[head, group, slot])
+        heads = slice(head * ratio, (head + 1) * ratio)
+        own = ((plan.masks[head, group] >> slot) & 1).nonzero().flatten()
+        tokens = (plan.pages[head, group, own, None] * size + torch.arange(size)).flatten()
+        cells = (plan.slots[head, group, own, None] * size + torch.arange(size)).flatten()[tokens <= limit]
+        weights = (q[query, heads].double() @ k_cache[cells, head].double().T * sm_scale).softmax(dim=1)
+        out[query, heads] = (weights @ v_cache[cells, head].double()).to(out.dtype)
 
 
 def unsupported_reason(*arguments, **options):
@@ -78,7 +95,9 @@ torch.cuda.current_stream = lambda device: None
 
 for name, settings, dtype in (
     ("stream", {}, torch.bfloat16),
-    ("high", {"precision": "high"}, torch.bfloat16),
+    ("stream high", {"precision": "high"}, torch.bfloat16),
+    ("portable", {"engine": "portable"}, torch.bfloat16),
+    ("portable high", {"engine": "portable", "precision": "high"}, torch.bfloat16),
     ("union8", {"engine": "union8"}, torch.bfloat16),
     ("fp8", {}, torch.float8_e4m3fn),
 ):
