@@ -6,8 +6,8 @@
     compute-sanitizer --tool racecheck --error-exitcode 9 python scripts/sanitizer_target.py
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that memcheck sees an access just
-behind it. Outputs are compared between the engines, and those of precision high between two orders; exit code 1 when
-they differ.
+behind it. Outputs are compared bit for bit: between the engines, and those of precision high and of BF16 caches between
+orders; exit code 1 when they differ or are not finite.
 """
 
 from __future__ import annotations
@@ -34,28 +34,42 @@ CASES = (
     ("strided", {"requests": ((70, 900),), "ratio": 8}),
     ("strided", {"requests": ((33, 500),), "ratio": 3, "kv_heads": 2}),
 )
+BF16_CASES = (
+    ("tail", {"requests": ((20, 700),), "tail": 37}),
+    ("holes", {"requests": ((40, 900),), "ratio": 8}),
+    ("packed", {"requests": ((9, 0), (1, 300), (30, 500)), "ratio": 3, "kv_heads": 2}),
+    ("few_picks", {"requests": ((1100, 300),), "k": 1, "kv_heads": 4}),
+)
+# Calls whose outputs must be equal, by label.
+FP8_CALLS = {
+    "fp8": (
+        pw.Config(mode="pageweaver", window=64),
+        pw.Config(mode="pageweaver", engine="union8", guard="none"),
+        pw.Config(mode="union8"),
+    ),
+    "high": (pw.Config(mode="pageweaver", precision="high"), pw.Config(mode="union8", precision="high")),
+}
+BF16_CALLS = {"bf16": (pw.Config(mode="pageweaver", window=64), pw.Config(mode="union8"))}
 
 
 def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("sanitizer_target.py: needs a CUDA device, and PyTorch sees none")
     bad = 0
-    for name, overrides in CASES:
-        case = make_case(name, seed=1, device="cuda", **overrides)
-        outputs = {}
-        for label, config in {
-            "stream": pw.Config(mode="pageweaver", window=64),
-            "union8": pw.Config(mode="pageweaver", engine="union8", guard="none"),
-            "original": pw.Config(mode="union8"),
-            "high": pw.Config(mode="pageweaver", precision="high"),
-            "high, original": pw.Config(mode="union8", precision="high"),
-        }.items():
-            outputs[label] = pw.sparse_prefill(*case.args(), config=config)
+    runs = [(FP8_CALLS, torch.float8_e4m3fn, case) for case in CASES]
+    runs += [(BF16_CALLS, torch.bfloat16, case) for case in BF16_CASES]
+    for calls, cache_dtype, (name, overrides) in runs:
+        case = make_case(name, seed=1, device="cuda", cache_dtype=cache_dtype, **overrides)
+        wrong = []
+        for label, configs in calls.items():
+            outputs = [pw.sparse_prefill(*case.args(), config=config).view(torch.int16) for config in configs]
+            same = all(torch.equal(out, outputs[0]) for out in outputs)
+            if not (same and bool(outputs[0].view(torch.bfloat16).isfinite().all())):
+                wrong.append(label)
         torch.cuda.synchronize()
-        wanted = {label: outputs["high" if label.startswith("high") else "stream"] for label in outputs}
-        same = all(bool((out == wanted[label]).all()) for label, out in outputs.items())
-        bad += not same
-        print(f"{name}: {tuple(case.q.shape)} {'ok' if same else 'ENGINES DIFFER'}", flush=True)
+        bad += bool(wrong)
+        found = f"WRONG ({', '.join(wrong)})" if wrong else "ok"
+        print(f"{name}, {', '.join(calls)}: {tuple(case.q.shape)} {found}", flush=True)
     return 1 if bad else 0
 
 

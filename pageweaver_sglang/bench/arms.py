@@ -39,6 +39,10 @@ def _workspace(
     )
 
 
+SIXTEEN_BITS_NRMS = 0.005
+"""Largest NRMS of an arm that computes in 16 bits."""
+
+
 def _pool_pages(inputs: Step3Inputs) -> int:
     return inputs.v_cache.shape[0] // inputs.page_size
 
@@ -145,7 +149,7 @@ class PublicArm(Arm):
         if served != engine:
             raise ArmUnavailable(f"engine {engine} does not serve here: {served or 'SGLang'} would")
         self._sets = sets
-        pool_pages = _pool_pages(first) if engine == "stream" else None
+        pool_pages = _pool_pages(first) if support.reads_value_tiles(engine, first.v_cache.dtype) else None
         group_size = support.union_group_size(engine, first.heads_per_kv_head)
         self._space = _workspace(sets, self._config.window, group_size, pool_pages)
 
@@ -207,7 +211,7 @@ class PortableArm(PublicArm):
         heads_per_kv_head: query heads per KV head of the calls, on which the size of its groups depends.
     """
 
-    max_nrms = 0.005
+    max_nrms = SIXTEEN_BITS_NRMS
 
     def __init__(self, heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD) -> None:
         group_size = support.union_group_size(support.PORTABLE, heads_per_kv_head)
@@ -224,14 +228,15 @@ class Bf16CacheArm(Arm):
 
     Args:
         arm: one that takes such a cache; its name gets the ending ``-bf16``.
+        max_nrms: largest NRMS, where the arm computes otherwise than on an FP8 cache; None for the arm's own.
     """
 
     cache_element_bytes = 2
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: Arm, max_nrms: float | None = None) -> None:
         self._arm = arm
         self.name, self.description = f"{arm.name}-bf16", f"{arm.description}, BF16 KV cache"
-        self.max_nrms = arm.max_nrms
+        self.max_nrms = arm.max_nrms if max_nrms is None else max_nrms
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Widen K and V, then prepare the arm."""
@@ -334,9 +339,10 @@ class Stages:
         """V's tiles in the workspace of set ``index``, as they are; None for an engine that reads V itself."""
         from pageweaver_sglang.cuda import ops
 
-        if (self.engine or ops.default_engine(self.group_size)) != "stream":
+        inputs = self.sets[index]
+        if not support.reads_value_tiles(self.engine or ops.default_engine(self.group_size), inputs.v_cache.dtype):
             return None
-        return self._spaces[index].value_tiles(_pool_pages(self.sets[index]))
+        return self._spaces[index].value_tiles(_pool_pages(inputs))
 
     def value_tiles(self, index: int) -> pw.ValueTiles | None:
         """Transpose the pages of V that :meth:`prepare_unions` marked, and order the groups; nothing without tiles."""
@@ -434,6 +440,15 @@ class StagedArm(Arm):
         del self._stages, self._perms, self._marks
 
 
+def regrouping_arm(window: int) -> PublicArm:
+    """The public call that regroups."""
+    return PublicArm(
+        f"pageweaver-w{window}",
+        f"regrouped inside windows of {window} while it runs, groups of 8",
+        pw.Config(mode="pageweaver", window=window),
+    )
+
+
 def comparison_arms() -> list[Arm]:
     """Whole Step 3 calls, the arms of the README's table."""
     whole = ("unions", "tiles", "attention")
@@ -445,11 +460,7 @@ def comparison_arms() -> list[Arm]:
     ]
     for window in (64, 128):
         arms += [
-            PublicArm(
-                f"pageweaver-w{window}",
-                f"regrouped inside windows of {window} while it runs, groups of 8",
-                pw.Config(mode="pageweaver", window=window),
-            ),
+            regrouping_arm(window),
             StagedArm(
                 f"pageweaver-w{window}-fixed",
                 f"the same with window {window}'s order computed beforehand",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pageweaver_sglang.config import Config
 
-from .arms import Bf16CacheArm, NativeArm, PortableArm, comparison_arms
+from .arms import SIXTEEN_BITS_NRMS, Bf16CacheArm, NativeArm, PortableArm, comparison_arms, regrouping_arm
 from .inputs import QUERY_HEADS_PER_KV_HEAD
 from .offline_arms import OfflineArm, ReorderedArm
 from .orders import OFFLINE, FoundOrder
@@ -59,6 +59,7 @@ def catalogue(orders: dict[str, FoundOrder], heads_per_kv_head: int = QUERY_HEAD
         *entries,
         Entry(NativeShortArm(), "per-query", "apart"),
         Entry(Bf16CacheArm(NativeArm()), "per-query", "apart"),
+        Entry(Bf16CacheArm(regrouping_arm(64), SIXTEEN_BITS_NRMS), "w64-8", "apart"),
         Entry(Bf16CacheArm(PortableArm(heads_per_kv_head)), portable, "apart"),
     ]
 

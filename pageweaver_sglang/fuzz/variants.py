@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -82,6 +82,8 @@ class Variant:
 
 _HOPPER_SHAPES = (Shape(), Shape(ratio=8), Shape(ratio=4), Shape(ratio=13))
 
+_HOPPER_BF16_SHAPES = tuple(replace(shape, cache_dtype=BF16) for shape in _HOPPER_SHAPES)
+
 _PORTABLE_SHAPES = (
     Shape(k=16),
     Shape(k=16, page_size=64, cache_dtype=BF16),
@@ -95,6 +97,7 @@ VARIANTS = {
     "stream": Variant({"engine": "stream"}, FP8, twin="union8", shapes=_HOPPER_SHAPES, value_tiles=True),
     "union8": Variant({"engine": "union8"}, FP8, twin="stream", shapes=_HOPPER_SHAPES),
     "high": Variant({"engine": "stream", "precision": "high"}, HIGH, shapes=_HOPPER_SHAPES, value_tiles=True),
+    "bf16": Variant({"engine": "stream"}, SIXTEEN_BITS, shapes=_HOPPER_BF16_SHAPES),
     "portable": Variant(
         {"engine": "portable"}, SIXTEEN_BITS, shapes=_PORTABLE_SHAPES, hopper=False, compiled_apart=True
     ),

@@ -17,7 +17,10 @@ from pageweaver_sglang.bench.work import count_all, portable_count, union_count,
 from pageweaver_sglang.cli import main
 from tests.generators import make_case
 
-OURS = "union4,union8,pageweaver-w64,pageweaver-high,portable,portable-bf16,auto,offline-w512-reordered"
+OURS = (
+    "union4,union8,pageweaver-w64,pageweaver-high,portable,pageweaver-w64-bf16,portable-bf16,auto,"
+    "offline-w512-reordered"
+)
 
 
 @pytest.fixture

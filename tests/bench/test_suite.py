@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pageweaver_sglang as pw
-from pageweaver_sglang.bench import catalogue, ceilings, fidelity, supervision
+from pageweaver_sglang.bench import arms, catalogue, ceilings, fidelity, supervision
 from pageweaver_sglang.bench.arms import Bf16CacheArm, PublicArm
 from pageweaver_sglang.bench.orders import OFFLINE, find_orders
 from pageweaver_sglang.bench.protocol import Arm, ArmUnavailable
@@ -51,7 +51,7 @@ def test_whole_run(reference_kernels, no_ceilings, small_workload, tmp_path, cap
         for column in columns:
             assert len(arm[column]["rounds"]) == 2
             assert arm[column]["min"] <= arm[column]["median"] <= arm[column]["max"]
-        element_bytes = 2 if name == "portable-bf16" else 1
+        element_bytes = 2 if name.endswith("-bf16") else 1
         assert arm["rates"]["bytes_delivered"] == arm["counts"]["visits"] * 2 * 128 * 128 * element_bytes
     assert report["arms"]["offline-w512"]["notes"]["search_s"] > 0
     auto = report["arms"]["auto"]
@@ -256,7 +256,7 @@ def test_without_nvcc_it_says_what_is_missing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("engine", ["stream", "union8"])
 def test_no_arm_runs_another_engine_under_its_name(small_workload, monkeypatch, engine):
-    """Where the Hopper engines don't serve, for the GPU or for the cache, a call would silently mean another one."""
+    """Where an arm's engine doesn't serve, for the GPU or for the cache, a call would silently mean another one."""
     sets = [inputs_of(small_workload, "cpu")]
     arm = PublicArm("union8", "", pw.Config(mode="union8", engine=engine))
     arm.prepare(sets)
@@ -267,5 +267,21 @@ def test_no_arm_runs_another_engine_under_its_name(small_workload, monkeypatch, 
         with pytest.raises(ArmUnavailable, match="engine union8 does not serve here: SGLang would"):
             bf16.prepare(sets)
     monkeypatch.setattr(support, "capability_of", lambda device: (12, 0))
-    with pytest.raises(ArmUnavailable, match=f"engine {engine} does not serve here: portable would"):
-        arm.prepare(sets)
+    for other in (arm, bf16):
+        with pytest.raises(ArmUnavailable, match=f"engine {engine} does not serve here: portable would"):
+            other.prepare(sets)
+
+
+def test_tiles_are_allocated_for_fp8_caches_only(small_workload, monkeypatch):
+    monkeypatch.setattr(arms, "_workspace", lambda sets, window, group_size, pool_pages: pool_pages)
+    sets = [inputs_of(small_workload, "cpu")]
+    arm = arms.regrouping_arm(64)
+    arm.prepare(sets)
+    assert arm._space == len(sets[0].v_cache) // 128
+    Bf16CacheArm(arm).prepare(sets)
+    assert arm._space is None
+
+
+def test_arms_of_16_bits_are_held_to_the_same_error():
+    limits = {entry.arm.name: entry.arm.max_nrms for entry in catalogue.catalogue(dict.fromkeys(OFFLINE))}
+    assert limits["pageweaver-w64-bf16"] == limits["portable-bf16"] == limits["portable"] < limits["pageweaver-w64"]

@@ -50,7 +50,7 @@ def test_everything_occurs(calls):
             dimension, _, value = feature.partition("=")
             counts[dimension][value] += 1
     expected = {
-        "engine": 4, "heads per KV head": 6, "head dim": 2, "KV cache": 2,
+        "engine": 5, "heads per KV head": 6, "head dim": 2, "KV cache": 2,
         "mode": 3, "window": 2, "guard": 2, "overflow": 2, "capacity": 2, "KV heads": 4, "k": 16,
         "page size": 2, "requests": 5, "tokens": 7, "pages": 5, "chunks": 5, "prefixes": 3, "ids": 8, "sequence": 2,
         "padding": 2, "contents": 5, "foreign cells": 4, "q": 2, "caches": 3, "sm_scale": 2, "k_scale": 3,
