@@ -187,7 +187,7 @@ def sparse_prefill(
     the last request, gets zeros.
 
     CPU tensors run the reference engine in float64. CUDA tensors run the kernels; with a ``workspace`` (that has an
-    output buffer, or with ``out``, and that has ``pool_pages``) they neither allocate nor synchronise, so that a CUDA
+    output buffer, or with ``out``, and for FP8 caches ``pool_pages``) they neither allocate nor synchronise, so that a CUDA
     Graph can capture the call and replay it with other lengths in the same buffers.
 
     Args:
@@ -211,7 +211,8 @@ def sparse_prefill(
         workspace: buffers to use instead of allocating; of the ``group_size`` that
             :func:`.cuda.support.call_group_size` says: 8 where Hopper's engines serve.
         value_tiles: where the stream engine keeps V's tiles, instead of the workspace's or of memory allocated for the
-            call. Of the pool's size; the call before that used it must be ahead in the same stream.
+            call; not used with a bfloat16 cache. Of the pool's size; the call before that used it must be ahead in the
+            same stream.
         decision: in mode ``auto``, what a :class:`pageweaver_sglang.History` decided for this very call. Without one
             the call regroups unless it is so small that regrouping cannot pay.
         out: ``[tokens, q_heads, head_dim]`` of q's dtype, contiguous: where to write the result.
