@@ -187,8 +187,8 @@ def sparse_prefill(
     the last request, gets zeros.
 
     CPU tensors run the reference engine in float64. CUDA tensors run the kernels; with a ``workspace`` (that has an
-    output buffer, or with ``out``, and for FP8 caches ``pool_pages``) they neither allocate nor synchronise, so that a CUDA
-    Graph can capture the call and replay it with other lengths in the same buffers.
+    output buffer, or with ``out``, and for FP8 caches ``pool_pages``) they neither allocate nor synchronise, so that a
+    CUDA Graph can capture the call and replay it with other lengths in the same buffers.
 
     Args:
         q: ``[tokens, q_heads, head_dim]``, bfloat16 on CUDA; heads ``g * h .. g * h + g - 1`` read KV head ``h``,

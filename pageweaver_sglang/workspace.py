@@ -24,10 +24,10 @@ class Workspace:
         group_size: queries per group.
         head_dim: elements per head of the output.
         dtype: dtype of the output (that of ``q``).
-        pool_pages: most pages of an FP8 KV pool. The stream engine's tiles are then allocated at once, 16 KiB per page and
-            KV head, and no later call allocates. ``None``: the first call that needs them allocates them, and a larger
-            pool has them allocated anew; don't capture such a call in a CUDA Graph before it has run once, and keep
-            to pools of that size.
+        pool_pages: most pages of an FP8 KV pool. The stream engine's tiles are then allocated at once, 16 KiB per page
+            and KV head, and no later call allocates. ``None``: the first call that needs them allocates them, and a
+            larger pool has them allocated anew; don't capture such a call in a CUDA Graph before it has run once, and
+            keep to pools of that size.
         device: where the buffers lie.
 
     Raises:
