@@ -118,12 +118,12 @@ def test_graph_replays_with_other_contents(function):
 
 @pytest.mark.parametrize("ratio", [16, 8])
 def test_the_plugins_fallback(function, ratio, caplog):
-    """Compiled at a server's start, then asked by Step 3 for what the kernels don't cover."""
+    """Compiled at a server's start, then asked by Step 3 for what the engine doesn't cover: union8 no BF16 caches."""
     case = make_case("holes", seed=5, device="cuda", ratio=ratio, **BF16)
     call = {name: getattr(case, name) for name in ("q", "k_cache", "v_cache", "topk_idx", "req_to_token", "slot_ids")}
     call |= {name: getattr(case, name) for name in ("cu_seqlens", "seq_lens", "prefix_lens")}
     call |= {"sink": None, "block_size_q": 1, "block_size_k": 128}
-    config = Config(fallback_engine="flashinfer-xqa")
+    config = Config(engine="union8", fallback_engine="flashinfer-xqa")
     options = {"q_heads": ratio, "q_dtype": torch.bfloat16, "pool_page_size": 128, "page_size": 128}
     serves, words = fallback.prepare(config, case.k_cache, case.v_cache, **options)
     assert words == "flashinfer-xqa", caplog.text
