@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 import pageweaver_sglang as pw
@@ -100,6 +102,19 @@ def plan_with_slots(
         marks=marks,
     )
     return plan
+
+
+def garbage_outside(case):
+    """The same with NaN in every cell of the pool that no token of a request owns."""
+    owned = torch.zeros(case.k_cache.shape[0], dtype=torch.bool, device=case.k_cache.device)
+    for row, length in zip(case.slot_ids.tolist(), case.seq_lens.tolist(), strict=True):
+        owned[case.req_to_token[row, :length].long()] = True
+    changed = {}
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(case, name).float()
+        cache[~owned] = float("nan")
+        changed[name] = cache.to(case.k_cache.dtype)
+    return dataclasses.replace(case, **changed)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_support import HAS_CUDA, attend, same_bits
+from gpu_support import HAS_CUDA, attend, garbage_outside, same_bits
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import exact_rows, nrms, sample_rows
@@ -28,13 +28,7 @@ NRMS = 0.003
 
 def bf16_case(name: str, **recipe) -> Case:
     """A case with a BF16 cache, and NaN in every cell of the pool that no token of a request owns."""
-    case = make_case(name, device="cuda", cache_dtype=BF16, **recipe)
-    owned = torch.zeros(case.k_cache.shape[0], dtype=torch.bool, device="cuda")
-    for row, length in zip(case.slot_ids.tolist(), case.seq_lens.tolist(), strict=True):
-        owned[case.req_to_token[row, :length].long()] = True
-    nan = torch.tensor(float("nan"), dtype=BF16, device="cuda")
-    caches = {name: torch.where(owned[:, None, None], getattr(case, name), nan) for name in ("k_cache", "v_cache")}
-    return dataclasses.replace(case, **caches)
+    return garbage_outside(make_case(name, device="cuda", cache_dtype=BF16, **recipe))
 
 
 def reference(case: Case) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_support import HAS_CUDA, same_bits
+from gpu_support import HAS_CUDA, garbage_outside, same_bits
 from portable_limits import MOST_NRMS
 
 import pageweaver_sglang as pw
@@ -44,19 +44,6 @@ def assert_right(case: Case, out: torch.Tensor, **options) -> None:
     empty = (expected == 0).all(dim=(1, 2))
     assert nrms(out, expected) <= MOST_NRMS[case.k_cache.dtype]
     assert bool((out[empty] == 0).all())
-
-
-def garbage_outside(case: Case) -> Case:
-    """The same with NaN in every cell of the pool that no token of a request owns."""
-    owned = torch.zeros(case.k_cache.shape[0], dtype=torch.bool, device="cuda")
-    for row, length in zip(case.slot_ids.tolist(), case.seq_lens.tolist(), strict=True):
-        owned[case.req_to_token[row, :length].long()] = True
-    changed = {}
-    for name in ("k_cache", "v_cache"):
-        cache = getattr(case, name).float()
-        cache[~owned] = float("nan")
-        changed[name] = cache.to(case.k_cache.dtype)
-    return dataclasses.replace(case, **changed)
 
 
 @pytest.fixture(params=["native", "bits"])
