@@ -190,7 +190,7 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
   require(bf16 == is_bf16(v_cache), name, "k_cache and v_cache must have one dtype");
   require(!bf16 || stream_engine, name, "BF16 caches need the stream engine");
   require(!stream_engine || queue.has_value(), name, "the stream engine needs a queue");
-  require(!stream_engine || bf16 || tiles.has_value(), name, "the stream engine needs tiles of an E4M3 cache");
+  require(!stream_engine || bf16 != tiles.has_value(), name, "the stream engine needs tiles of an E4M3 cache, and none of a BF16 cache");
   require(!tiles.has_value() || (tiles.value().IsContiguous() && tiles.value().size(0) == kv_heads &&
                                  tiles.value().size(1) == k_cache.size(0) / pw::RowTile::kPageSize),
           name, "tiles must be [kv_heads, pool pages, 16384]");

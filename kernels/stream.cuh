@@ -431,10 +431,8 @@ __device__ __forceinline__ void load_groups(const CUtensorMap& map, const UnionA
         const auto last = keys.get(count - 1);
         hidden = last.first_token() + Traits::Math::kBlockTokens - 1 - pages.last_position();
       }
-      if (lane == 0) {
-        shared.head = {work, count, hidden};
-        ptx::mbarrier_arrive(&shared.listed);
-      }
+      if (lane == 0) shared.head = {work, count, hidden};
+      ptx::mbarrier_arrive(&shared.listed);  // every lane: each has written a part of the list
     }
     ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
     __syncwarp();  // a lane that still waits must not see the barrier move on twice
@@ -458,14 +456,14 @@ __device__ __forceinline__ void load_groups(const CUtensorMap& map, const UnionA
     __syncwarp();
     group_ring.advance();
   }
+  if constexpr (!kLoadsValues) {
+    ptx::mbarrier_wait(&shared.list_read, list_ring.phase ^ 1);
+    if (lane == 0) shared.head.work = kNoWork;
+    ptx::mbarrier_arrive(&shared.listed);
+  }
   if (lane == 0) {
     ptx::mbarrier_wait(&shared.done[group_ring.stage], group_ring.phase ^ 1);
     ptx::mbarrier_arrive(&shared.ready[group_ring.stage]);  // the end of the queue
-    if constexpr (!kLoadsValues) {
-      ptx::mbarrier_wait(&shared.list_read, list_ring.phase ^ 1);
-      shared.head.work = kNoWork;
-      ptx::mbarrier_arrive(&shared.listed);
-    }
     // The last CTA that has drawn its end leaves the queue as it found it, for the next launch.
     if (atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) - 1) {
       p.queue[0] = 0;
@@ -497,7 +495,7 @@ __device__ __forceinline__ void load_values(const CUtensorMap& map, const UnionA
         last_stage = copier.copy(map, p, block, kv_head, clears && block == head.blocks - 1 ? &shared.last_landed : nullptr);
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.list_read);
+    ptx::mbarrier_arrive(&shared.list_read);  // every lane: each has read the head
     if (clears) {
       ptx::mbarrier_wait(&shared.last_landed, last_ring.phase);
       last_ring.advance();
@@ -507,6 +505,11 @@ __device__ __forceinline__ void load_values(const CUtensorMap& map, const UnionA
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(&shared.v_ready[last_stage]);
     }
+  }
+  // Nobody may have waited for a block that nobody sees, and no copy may land when the CTA is gone. (The ring is lane 0's.)
+  if (lane == 0) {
+    for (int s = 0; s < Traits::kStages; ++s)
+      ptx::mbarrier_wait(&shared.v_ready[s], s < copier.ring.stage ? copier.ring.phase : copier.ring.phase ^ 1);
   }
 }
 
@@ -747,8 +750,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr int kConsumerWarps = RowTile::kWarps * Traits::kConsumers;
     ptx::prefetch_tensor_map(&k_map);
     if constexpr (Traits::Math::kBf16) ptx::prefetch_tensor_map(&v_map);
-    ptx::mbarrier_init(&shared.listed, 1);
-    ptx::mbarrier_init(&shared.list_read, 1);
+    constexpr int kListArrivals = Traits::kLoadingWarps > 1 ? 32 : 1;  // every lane's; with one loading warp nobody uses the two
+    ptx::mbarrier_init(&shared.listed, kListArrivals);
+    ptx::mbarrier_init(&shared.list_read, kListArrivals);
     ptx::mbarrier_init(&shared.last_landed, 1);
     for (int s = 0; s < Traits::kStages; ++s) {
       ptx::mbarrier_init(&shared.k_ready[s], 1);

@@ -39,6 +39,7 @@ BF16_CASES = (
     ("holes", {"requests": ((40, 900),), "ratio": 8}),
     ("packed", {"requests": ((9, 0), (1, 300), (30, 500)), "ratio": 3, "kv_heads": 2}),
     ("few_picks", {"requests": ((1100, 300),), "k": 1, "kv_heads": 4}),
+    ("future", {}),  # second halves of pages that nobody sees, with windows of 128
 )
 # Calls whose outputs must be equal, by label.
 FP8_CALLS = {
@@ -49,7 +50,13 @@ FP8_CALLS = {
     ),
     "high": (pw.Config(mode="pageweaver", precision="high"), pw.Config(mode="union8", precision="high")),
 }
-BF16_CALLS = {"bf16": (pw.Config(mode="pageweaver", window=64), pw.Config(mode="union8"))}
+BF16_CALLS = {
+    "bf16": (
+        pw.Config(mode="pageweaver", window=64),
+        pw.Config(mode="pageweaver", window=128, guard="none"),
+        pw.Config(mode="union8"),
+    )
+}
 
 
 def main() -> int:

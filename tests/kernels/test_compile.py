@@ -26,8 +26,9 @@ MOST_REGISTERS = {
     "union_prep_kernel<16>": 64,
     "value_tile_kernel": 128,
 }
-# With one and with two CTAs a cluster; with two consumers and Q and P in one term (precision fp8) and in two (high).
-STREAM = {"stream_attention_kernel<2, 1>", "stream_attention_kernel<2, 2>"}
+# With one and with two CTAs a cluster; with two consumers and Q and P in one term (precision fp8), in two (high) and in
+# BF16, which has no number of terms.
+STREAM = {"stream_attention_kernel<2, 1>", "stream_attention_kernel<2, 2>", "stream_attention_kernel<2>"}
 ATTENTION = {"union_attention_kernel<1>", "union_attention_kernel<2>"} | STREAM
 MOST_SMEM = {
     "regroup_kernel<64>": 25 * 1024,

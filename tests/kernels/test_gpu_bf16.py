@@ -16,7 +16,8 @@ from gpu_support import HAS_CUDA, attend, garbage_outside, same_bits
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import exact_rows, nrms, sample_rows
 from pageweaver_sglang.bench.inputs import make_inputs
-from tests.generators import CASE_NAMES, Case, make_case
+from pageweaver_sglang.value_tiles import ValueTiles
+from tests.generators import CASE_NAMES, Case, make_case, unmap_pages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 
@@ -68,12 +69,51 @@ def test_groups_whose_queries_end_in_different_blocks(first):
         assert same_bits(stream(case, 128), original)
 
 
+def test_half_a_page_that_nobody_sees_amid_others():
+    """A page that only queries in its first half picked, before a page of another query of their group."""
+    tokens, prefix, page = 200, 20 * 128 + 30, 20
+    case = bf16_case("prefix", seed=12, requests=((tokens, prefix),))
+    early, late = list(range(7)), 100  # positions of page 20 below 64, and one of page 21
+    assert (prefix + early[-1]) % 128 < 64
+    assert (prefix + late) // 128 == page + 1
+    picks = case.topk_idx.clone()
+    picks[:, early, :] = torch.tensor([3, 7, page, *[-1] * 13], dtype=torch.int32, device="cuda")
+    picks[:, late, :] = torch.tensor([3, 8, page + 1, *[-1] * 13], dtype=torch.int32, device="cuda")
+    case = dataclasses.replace(case, topk_idx=picks)
+    rest = [token for token in range(tokens) if token not in (*early, late)]
+    # The window's first group is the seven and the one; the second window keeps its order.
+    order = [*early, late, *[token for token in rest if token < 128], *range(128, tokens)]
+    perm = torch.tensor([order], dtype=torch.int32, device="cuda")
+    out = stream(case, 128, perm=perm)
+    assert nrms(out, reference(case)) <= NRMS
+    assert same_bits(out, stream(case, None))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4])
 @pytest.mark.parametrize("ratio", range(1, 17))
 def test_every_ratio(ratio, kv_heads):
     requests = ((1, 0), (7, 120), (127, 0), (129, 1000), (64, 3000), (33, 5))
     case = bf16_case("packed", seed=ratio, requests=requests, ratio=ratio, kv_heads=kv_heads)
     assert nrms(stream(case), reference(case)) <= NRMS
+
+
+def test_pages_without_a_place_add_nothing():
+    mapped = make_case("packed", seed=4, device="cuda", requests=((140, 3500), (37, 900)), cache_dtype=BF16)
+    case, sound = unmap_pages(mapped)
+    for window in (None, 64, 128):
+        assert same_bits(stream(case, window), stream(sound, window))
+
+
+def test_the_setting_precision_and_value_tiles_make_no_difference():
+    case = bf16_case("holes", seed=13)
+    scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
+    out = pw.sparse_prefill(*case.args(), **scales, config=pw.Config(mode="pageweaver"))
+    high = pw.sparse_prefill(*case.args(), **scales, config=pw.Config(mode="pageweaver", precision="high"))
+    tiles = ValueTiles.empty(1, case.k_cache.shape[0] // 128, device="cuda")
+    beside = pw.sparse_prefill(*case.args(), **scales, config=pw.Config(mode="pageweaver"), value_tiles=tiles)
+    assert same_bits(high, out)
+    assert same_bits(beside, out)
+    assert not bool(tiles.marks.any())
 
 
 def test_half_of_the_heads_give_the_bits_they_give_among_all():
