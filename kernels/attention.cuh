@@ -108,7 +108,8 @@ struct Bf16Math : MathSizes<Bf16Math> {
 // needs anyway say when the reference must be raised, and no maximum of the logits is looked for before.
 constexpr float kProbabilityScaleLog2 = 6.0f;
 constexpr float kE4m3Max = 448.0f;
-// Finite stand-in for minus infinity: a row that has seen nothing yet, and keys behind a query's limit. No NaN can form.
+// Finite stand-in for minus infinity: a row that has seen nothing yet, and keys behind a query's limit. No NaN can form. (That, and the
+// largest scale below, is of E4M3 caches, and of BF16 caches whose keys are below some 1e25.)
 constexpr float kMasked = -1e30f;
 constexpr float kSmallestAmax = 1e-12f;  // keeps the scale of an all-zero Q row finite
 // Largest softmax scale of a row: times the largest sum of 128 E4M3 products (2.6e7) it stays far below FP32's limit.
