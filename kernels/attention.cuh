@@ -142,9 +142,10 @@ __device__ __forceinline__ void prefetch_query(const UnionAttentionParams& p, in
 }
 
 // Quantises the heads of one query, number `place` of the tile, to E4M3 rows of the Q tile and stores each row's softmax scale. Run
-// by a warp, eight lanes a row. `query` < 0, or heads that there are not: zeros. The candidates' errors are summed in half precision, which is as good for choosing.
-// With two terms a second tile behind the first takes what the first leaves of every value; the scale is a power of two then, so that the
-// two hold all eight bits of a BF16 value. BF16 rows keep their values, times a power of two, so that huge ones give no infinity.
+// by a warp, eight lanes a row. `query` < 0, or heads that there are not: zeros. The candidates' errors are summed in half precision, which
+// is as good for choosing. With two terms a second tile behind the first takes what the first leaves of every value; the scale is a power
+// of two then, so that the two hold all eight bits of a BF16 value. Rows that stay BF16 keep their values, times a power of two, so that huge
+// ones give no infinity.
 template <class Math>
 __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, uint8_t* q_tile, float* row_scale, int query,
                                                int kv_head, int place, int lane, float softmax_scale_log2) {
@@ -535,7 +536,7 @@ __device__ __forceinline__ void write_rows(const UnionAttentionParams& p, const 
     __nv_bfloat16* out = p.out + query[r] * p.out_token_stride + (kv_head * p.heads + head) * p.out_head_stride +
                          (Math::kBf16 ? 8 * (lane & 1) + 2 * (lane & 2) : 4 * (lane & 3));
 #pragma unroll
-    for (int block = 0; block < RowTile::kHeadDim / 16; ++block) {  // 16 dims
+    for (int block = 0; block < RowTile::kHeadDim / 16; ++block) {  // dims 16 block + four of each lane's
       const float* even = o + 8 * block + 2 * r;
       const float* odd = even + 4;
       uint2 packed;

@@ -567,21 +567,21 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
   using Math = typename Traits::Math;
   // What the loading warp has written is read by the lane that hands it back, and passed to the warp.
   auto read = [&](const NextBlock& entry) {
-    NextBlock page{};
-    if (lane == 0) page = entry;
-    return page;
+    NextBlock block{};
+    if (lane == 0) block = entry;
+    return block;
   };
-  auto pass = [](const NextBlock& page) { return NextBlock{__shfl_sync(~0u, page.number, 0), __shfl_sync(~0u, page.meta, 0)}; };
+  auto pass = [](const NextBlock& block) { return NextBlock{__shfl_sync(~0u, block.number, 0), __shfl_sync(~0u, block.meta, 0)}; };
   auto release = [&](uint64_t* barrier) {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
-  // Waits until K of the consumer's next page has landed; returns where.
-  uint32_t own = 0;  // own pages waited for
-  auto wait_for = [&](const NextBlock& page) {
+  // Waits until K of the consumer's next block has landed; returns where.
+  uint32_t own = 0;  // own blocks waited for
+  auto wait_for = [&](const NextBlock& block) {
     ptx::mbarrier_wait(&shared.issued[number][own % Traits::kIssued], own / Traits::kIssued & 1);
     ++own;
-    const RingPosition<Traits::kStages> at{static_cast<int>(page.number % Traits::kStages), page.number / Traits::kStages & 1};
+    const RingPosition<Traits::kStages> at{static_cast<int>(block.number % Traits::kStages), block.number / Traits::kStages & 1};
     ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
     return at;
   };
@@ -599,22 +599,22 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     const float* row_scale = group.row_scale[number] + 16 * warp + (lane >> 2);
     const float scale[2] = {row_scale[0], row_scale[8]};
     const uint64_t q_descriptor = ptx::wgmma_descriptor(shared.q[g][number]);
-    NextBlock page = pass(read(group.first[number]));
+    NextBlock block = pass(read(group.first[number]));
     RowState state[2];
     float o[ptx::kAccumulators];
 #pragma unroll
     for (int i = 0; i < ptx::kAccumulators; ++i) o[i] = 0.0f;
 
-    // -------- Its pages
-    while (page.members() != 0) {
+    // -------- Its blocks
+    while (block.members() != 0) {
       float s[Math::kLogits];
       uint32_t fragments[Math::kTerms][kBlockSteps][4];  // P
-      RingPosition<Traits::kStages> at = wait_for(page);
+      RingPosition<Traits::kStages> at = wait_for(block);
       NextBlock next = read(shared.next[at.stage][number]);
       if constexpr (Math::kTerms > 1) {
-        // Softmax of `page` from S in halves, as they come; frees its K.
+        // Softmax of `block` from S in halves, as they come; frees its K.
         auto softmax_of_halves = [&] {
-          BlockSoftmax<Math> softmax(page.members(), page.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math> softmax(block.members(), block.first_token<Math>(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_some_registers<0, kHalf>(s);
           softmax.template begin<0, Math::kRowLogits / 2>(s, state, scale, lane);
@@ -663,7 +663,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
           issue_half_of_logits<Math::kTerms, kHalf>(s, q_descriptor, ptx::wgmma_descriptor(shared.k[next_at.stage]));
           ptx::wgmma_commit();
           at = next_at;
-          page = next;
+          block = next;
           next = pass(after);
           softmax_of_halves();
         }
@@ -686,7 +686,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::pin_registers(s);
         release(&shared.k_free[at.stage]);
         {
-          BlockSoftmax<Math> softmax(page.members(), page.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math> softmax(block.members(), block.first_token<Math>(), limit, warp);
           softmax.begin(s, state, scale, lane);
           softmax.finish(s, state, scale, o, fragments, lane);
         }
@@ -703,9 +703,9 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
           ptx::wgmma_commit();
           issue_values<Math>(o, fragments, shared.v[at.stage]);
           ptx::wgmma_commit();
-          page = next;
+          block = next;
           next = pass(after);
-          BlockSoftmax<Math> softmax(page.members(), page.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math> softmax(block.members(), block.first_token<Math>(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_registers(s);
           softmax.begin(s, state, scale, lane);
@@ -726,7 +726,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::pin_registers(o);
         release(&shared.v_free[at.stage]);
       }
-      page = next;
+      block = next;
     }
     const int query[2] = {group.queries[slot], group.queries[slot + 2]};
     ptx::mbarrier_arrive(&shared.done[g]);  // every lane: each has read what lies in the group's slot
