@@ -703,12 +703,9 @@ def print_report(report: dict[str, Any], say: Callable[[str], None] = print) -> 
 
 def sizes(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
-    if not 2 <= int(low) <= int(high):
-        raise ValueError(text)
+    if not (low.isdecimal() and high.isdecimal() and 2 <= int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"must be LOW-HIGH, integers with 2 <= LOW <= HIGH, got {text!r}")
     return int(low), int(high)
-
-
-sizes.__name__ = "LOW-HIGH, LOW at least 2"  # what argparse calls it in its message
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -24,9 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pageweaver_sglang.bench.accuracy import exact_rows, nrms, sample_rows
 from pageweaver_sglang.bench.arms import PortableArm, prepare_arms
 from pageweaver_sglang.bench.protocol import Protocol, first_line, measure
-from pageweaver_sglang.cuda import portable
-from pageweaver_sglang.cuda.portable import Tile
 from scripts.gpu_workload import inputs_on_gpu
+
+try:
+    from pageweaver_sglang.cuda import portable
+    from pageweaver_sglang.cuda.portable import Tile
+except ImportError as error:
+    sys.exit(f"tune_portable.py: {error}; PyTorch's builds for CUDA bring Triton with them")
 
 
 class TileArm(PortableArm):

@@ -18,6 +18,9 @@ from pageweaver_sglang.cuda import support
 from .inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
 from .protocol import Arm, ArmUnavailable, first_line, raise_if_lost
 
+SIXTEEN_BITS_NRMS = 0.005
+"""Largest NRMS of an arm that computes in 16 bits."""
+
 
 def _workspace(
     sets: Sequence[Step3Inputs], window: int, group_size: int, pool_pages: int | None = None
@@ -37,10 +40,6 @@ def _workspace(
         pool_pages=pool_pages,
         device=first.q.device,
     )
-
-
-SIXTEEN_BITS_NRMS = 0.005
-"""Largest NRMS of an arm that computes in 16 bits."""
 
 
 def _pool_pages(inputs: Step3Inputs) -> int:

@@ -1,8 +1,9 @@
 """FlashInfer's XQA for the Step 3 calls that PageWeaver's kernels don't cover (setting ``fallback_engine``).
 
 Off by default. It computes the same attention as SGLang's own Step 3 where it covers the call: more than 16 pages per
-query, and with ``engine: union8``, the paper's FP8 kernel, a BF16 KV cache. With an FP8 cache it is
-several times faster than SGLang's, with a BF16 cache as fast (README, what falls back).
+query, and with ``engine: union8``, the paper's FP8 kernel, a BF16 KV cache. With an FP8 cache it is several times
+faster than SGLang's, with a BF16 cache as fast (README, what falls back).
+
 FlashInfer compiles a kernel for every combination of dtypes, head sizes and page size, which takes a minute or more:
 the one of this server's KV pool is compiled while it starts, and calls of any other combination stay SGLang's.
 """

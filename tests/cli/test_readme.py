@@ -114,6 +114,16 @@ def test_a_workload_that_is_missing(script, monkeypatch, capsys):
     assert "error: nowhere.npz: " in capsys.readouterr().err
 
 
+def test_tuning_without_triton(monkeypatch):
+    """PyTorch's builds for CPUs come without it."""
+    for module in [name for name in sys.modules if name.startswith("pageweaver_sglang.cuda.portable")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr("pageweaver_sglang.cuda.portable", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(SystemExit, match=r"tune_portable\.py: .*triton.*bring Triton"):
+        load_script("tune_portable")
+
+
 def test_committed_reports_are_readable():
     """Every committed result of the demo can be printed, and says what it was measured on."""
     results_table = load_script("results_table")
