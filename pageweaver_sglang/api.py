@@ -208,8 +208,10 @@ def sparse_prefill(
         v_scale: the same for values.
         page_size: tokens per page. CUDA: 128 or 64, on Hopper only 128 with the engine ``union8``.
         config: settings; None for the defaults. ``mode`` must not be ``native``.
-        workspace: buffers to use instead of allocating; of the ``group_size`` that
-            :func:`.cuda.support.call_group_size` says: 8 where Hopper's engines serve.
+        workspace: buffers to use instead of allocating. Its ``group_size`` is the call's: one that the engine takes.
+            On Hopper that is 8, with the engine ``stream`` and up to 8 query heads per KV head also 16;
+            :func:`.cuda.support.call_group_size` says which is the better one for a call, and without a workspace
+            serves.
         value_tiles: where the stream engine keeps V's tiles, instead of the workspace's or of memory allocated for the
             call; not used with a bfloat16 cache. Of the pool's size; the call before that used it must be ahead in the
             same stream.
@@ -239,7 +241,7 @@ def sparse_prefill(
         decision=decision,
         out=out,
     )
-    tokens, q_heads, head_dim = q.shape
+    tokens, _, head_dim = q.shape
     measurement = None if decision is None else decision.measurement
     if out is None and workspace is not None and workspace.q_heads is not None:
         out = workspace.out(tokens)
@@ -252,7 +254,7 @@ def sparse_prefill(
                 cu_seqlens,
                 prefix_lens,
                 window=config.window,
-                group_size=support.call_group_size(config.engine, q, k_cache, page_size),
+                group_size=support.call_grouping(config, q, k_cache, page_size).order,
                 page_size=page_size,
                 capacity=config.regroup_capacity,
                 guard=config.guard,
@@ -287,7 +289,7 @@ def sparse_prefill(
     engine = support.engine_on(config.engine, support.capability_of(q.device), kind)
     requests = cu_seqlens.shape[0] - 1
     kv_heads, _, k = topk_idx.shape
-    group_size = support.union_group_size(engine, q_heads // kv_heads)
+    grouping = support.call_grouping(config, q, k_cache, page_size)
     pool_pages = k_cache.shape[0] // page_size
     if not support.reads_value_tiles(engine, v_cache.dtype):
         value_tiles = None
@@ -304,7 +306,7 @@ def sparse_prefill(
             requests,
             k,
             window=config.window,
-            group_size=group_size,
+            group_size=grouping.union,
             page_size=page_size,
             device=q.device,
             with_slots=True,
@@ -325,7 +327,7 @@ def sparse_prefill(
             prefix_lens,
             perm,
             window=config.window,
-            group_size=group_size,
+            group_size=grouping.order,
             page_size=page_size,
             capacity=config.regroup_capacity,
             guard=config.guard,

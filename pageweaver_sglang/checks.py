@@ -383,7 +383,6 @@ def _workspace(
         "kv_heads": kv_heads,
         "topk": k,
         "window": config.window,
-        "group_size": support.call_group_size(config.engine, q, k_cache, page_size),
         "device": q.device,
     }
     if workspace.q_heads is not None:
@@ -391,6 +390,10 @@ def _workspace(
     for name, value in wanted.items():
         if getattr(workspace, name) != value:
             _fail(ValueError, function, "workspace", f"one with {name}={value}", f"{name}={getattr(workspace, name)}")
+    sizes = support.call_grouping(config, q, k_cache, page_size).unions
+    if workspace.group_size not in sizes:
+        allowed = " or ".join(map(str, sizes))
+        _fail(ValueError, function, "workspace", f"one with group_size={allowed}", f"group_size={workspace.group_size}")
     workspace.check_fits(tokens, requests)
 
 

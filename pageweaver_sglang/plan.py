@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 GROUP_SIZE = 8
-"""Queries per union of Hopper's engines. :func:`.cuda.support.union_group_size` knows those of every engine."""
+"""Queries per group of the paper, and of the order on Hopper. What unions an engine takes, and which of them it gets
+for a call, :func:`.cuda.support.grouping` knows."""
 
 
 def group_bound(tokens: int, requests: int, window: int, group_size: int) -> int:
@@ -94,13 +95,13 @@ class UnionPlan:
         """Return the number of page visits, the sum of the unions' sizes. Synchronises with the device."""
         return int(self.counts.sum())
 
-    def rounds(self) -> int:
-        """Return the number of (page, quad of four slots) pairs with at least one member. Synchronises.
+    def rounds(self, tile: int = 4) -> int:
+        """Return the number of (page, ``tile`` neighbouring slots) pairs with at least one member. Synchronises.
 
-        For groups of 8 this is the paper's C4; for groups of 4 it equals :meth:`visits`.
+        For groups of 8 and tiles of 4 this is the paper's C4; for groups of ``tile`` it equals :meth:`visits`.
         """
-        quads = range(0, self.group_size, 4)
-        return sum(int(((self.masks >> first) & 0xF).count_nonzero()) for first in quads)
+        firsts = range(0, self.group_size, tile)
+        return sum(int(((self.masks >> first) & ((1 << tile) - 1)).count_nonzero()) for first in firsts)
 
     def reuse(self) -> float:
         """Return how many queries use a visited page on average (0.0 without visits). Synchronises."""

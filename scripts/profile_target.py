@@ -36,15 +36,14 @@ def main() -> int:
 
     inputs = inputs_on_gpu(parser, options.workload)
     kernel = {"engine": options.engine, "precision": options.precision}
-    stages = Stages([inputs], window=options.window, group_size=8, guard="none", **kernel)
+    stages = Stages([inputs], window=options.window, guard="none", **kernel)
     plan = stages.prepare_unions(0, None if options.original else stages.regroup(0))
     stages.value_tiles(0)
     for _ in range(options.calls):
         stages.attend(0, plan)
     torch.cuda.synchronize()
-    print(
-        f"{options.workload}: {plan.visits()} visits, {plan.rounds()} rounds, {options.calls} calls of {options.engine}"
-    )
+    rounds = plan.rounds(plan.group_size // 2)  # a group is two tiles
+    print(f"{options.workload}: {plan.visits()} visits, {rounds} rounds, {options.calls} calls of {options.engine}")
     return 0
 
 

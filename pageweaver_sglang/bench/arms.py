@@ -15,7 +15,7 @@ import pageweaver_sglang as pw
 from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.cuda import support
 
-from .inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
+from .inputs import FEW_ROWS, CallSize, Step3Inputs
 from .protocol import Arm, ArmUnavailable, first_line, raise_if_lost
 
 SIXTEEN_BITS_NRMS = 0.005
@@ -149,7 +149,7 @@ class PublicArm(Arm):
             raise ArmUnavailable(f"engine {engine} does not serve here: {served or 'SGLang'} would")
         self._sets = sets
         pool_pages = _pool_pages(first) if support.reads_value_tiles(engine, first.v_cache.dtype) else None
-        group_size = support.union_group_size(engine, first.heads_per_kv_head)
+        group_size = support.call_group_size(self._config, first.q, first.k_cache, first.page_size)
         self._space = _workspace(sets, self._config.window, group_size, pool_pages)
 
     def call(self, index: int) -> torch.Tensor:
@@ -189,10 +189,14 @@ class AutoArm(PublicArm):
         return pw.sparse_prefill(**inputs.kwargs(), config=self._config, workspace=self._space, decision=self._last)
 
     def notes(self) -> dict[str, Any]:
-        """What it decided: ``order`` of the last call that was no probe, the gain expected of it, calls by reason."""
+        """What it decided: ``order`` of the last call that was no probe, the gain expected of it, calls by reason.
+
+        ``group_size``: queries per union.
+        """
         regrouped = self._last.regroup and self._last.reason != "probe"
         return {
             "order": f"w{self._config.window}" if regrouped else "original",
+            "group_size": self._space.group_size,
             "expected_gain_us": self._last.gain_us,
             "decisions": dict(self._decisions),
         }
@@ -207,18 +211,18 @@ class PortableArm(PublicArm):
     """The public call by the engine in Triton, which computes in 16 bits.
 
     Args:
-        heads_per_kv_head: query heads per KV head of the calls, on which the size of its groups depends.
+        size: of the calls, on which the size of its groups depends.
     """
 
     max_nrms = SIXTEEN_BITS_NRMS
 
-    def __init__(self, heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD) -> None:
-        group_size = support.union_group_size(support.PORTABLE, heads_per_kv_head)
+    def __init__(self, size: CallSize = FEW_ROWS) -> None:
+        config = pw.Config(mode="pageweaver", engine="portable")
         super().__init__(
             "portable",
-            f"regrouped inside windows of 64 while it runs, groups of {group_size}, in Triton as on other GPUs (16-bit "
-            "arithmetic)",
-            pw.Config(mode="pageweaver", engine="portable"),
+            f"regrouped inside windows of 64 while it runs, groups of {size.queries_per_union(config)}, in Triton as "
+            "on other GPUs (16-bit arithmetic)",
+            config,
         )
 
 
@@ -262,11 +266,11 @@ class Stages:
     Args:
         sets: input sets of one size.
         window: queries per window.
-        group_size: queries per group.
+        group_size: queries per group, of the order and of the unions; None for those of a whole call by the engine.
         guard: as in :func:`pageweaver_sglang.regroup`.
         own_plans: keep a plan and V's tiles for every set, so that :meth:`attend` can be called alone, instead of one
             of each for all.
-        engine: as in :class:`pageweaver_sglang.Config`; None for the default of the group size.
+        engine: as in :class:`pageweaver_sglang.Config`; None for the default, of the group size where it is given.
         precision: as in :class:`pageweaver_sglang.Config`.
     """
 
@@ -275,16 +279,23 @@ class Stages:
         sets: Sequence[Step3Inputs],
         *,
         window: int,
-        group_size: int,
+        group_size: int | None = None,
         guard: str = "window",
         own_plans: bool = False,
         engine: str | None = None,
         precision: str = "fp8",
     ) -> None:
-        self.sets = sets
-        self.engine, self.precision = engine, precision
-        self.window, self.group_size, self.guard = window, group_size, guard
-        spaces = [_workspace(sets, window, group_size) for _ in range(len(sets) if own_plans else 1)]
+        from pageweaver_sglang.cuda import ops
+
+        self.sets, self.window, self.guard = sets, window, guard
+        if group_size is None:
+            config, first = pw.Config(engine=engine or support.STREAM, precision=precision), sets[0]
+            sizes = support.call_grouping(config, first.q, first.k_cache, first.page_size)
+            self._order_size, union_size = sizes.order, sizes.union
+        else:
+            self._order_size = union_size = group_size
+        self.engine, self.precision = engine or ops.default_engine(union_size), precision
+        spaces = [_workspace(sets, window, union_size) for _ in range(len(sets) if own_plans else 1)]
         self._spaces = spaces * (len(sets) if len(spaces) == 1 else 1)
 
     def regroup(self, index: int, perm: torch.Tensor | None = None) -> torch.Tensor:
@@ -299,7 +310,7 @@ class Stages:
             s.prefix_lens,
             perm,
             window=self.window,
-            group_size=self.group_size,
+            group_size=self._order_size,
             page_size=s.page_size,
             capacity=None,
             guard=self.guard,
@@ -336,10 +347,8 @@ class Stages:
 
     def tiles(self, index: int) -> pw.ValueTiles | None:
         """V's tiles in the workspace of set ``index``, as they are; None for an engine that reads V itself."""
-        from pageweaver_sglang.cuda import ops
-
         inputs = self.sets[index]
-        if not support.reads_value_tiles(self.engine or ops.default_engine(self.group_size), inputs.v_cache.dtype):
+        if not support.reads_value_tiles(self.engine, inputs.v_cache.dtype):
             return None
         return self._spaces[index].value_tiles(_pool_pages(inputs))
 
@@ -382,7 +391,7 @@ class StagedArm(Arm):
         timed: a part of ``("regroup", "unions", "tiles", "attention")`` without gaps. ``tiles`` alone clears the marks
             that it goes by, so that its call begins with a copy of them (4 bytes per page of the pool).
         window: queries per window.
-        group_size: queries per group.
+        group_size: as in :class:`Stages`.
         regrouped: False for the original order.
     """
 
@@ -393,7 +402,7 @@ class StagedArm(Arm):
         timed: Sequence[str],
         *,
         window: int = 128,
-        group_size: int = 8,
+        group_size: int | None = None,
         regrouped: bool = True,
     ) -> None:
         self.name, self.description, self._timed = name, description, tuple(timed)
@@ -439,27 +448,31 @@ class StagedArm(Arm):
         del self._stages, self._perms, self._marks
 
 
-def regrouping_arm(window: int) -> PublicArm:
-    """The public call that regroups."""
-    return PublicArm(
-        f"pageweaver-w{window}",
-        f"regrouped inside windows of {window} while it runs, groups of 8",
-        pw.Config(mode="pageweaver", window=window),
-    )
+def regrouping_arm(window: int, size: CallSize = FEW_ROWS, cache_dtype: torch.dtype = torch.float8_e4m3fn) -> PublicArm:
+    """The public call that regroups, for calls of that size and such a cache."""
+    config = pw.Config(mode="pageweaver", window=window)
+    queries = size.queries_per_union(config, cache_dtype)
+    text = f"regrouped inside windows of {window} while it runs, groups of {queries}"
+    return PublicArm(f"pageweaver-w{window}", text, config)
 
 
-def comparison_arms() -> list[Arm]:
-    """Whole Step 3 calls, the arms of the README's table."""
+def comparison_arms(size: CallSize = FEW_ROWS) -> list[Arm]:
+    """Whole Step 3 calls of that size, the arms of the README's table."""
+    original = pw.Config(mode="union8")
     whole = ("unions", "tiles", "attention")
     arms: list[Arm] = [
         NativeArm(),
         StagedArm("union4", "original order, groups of 4", whole, group_size=4, regrouped=False),
-        PublicArm("union8", "original order, groups of 8", pw.Config(mode="union8")),
-        PublicArm("union8-paper", "the same on the paper's kernel", pw.Config(mode="union8", engine="union8")),
+        PublicArm("union8", f"original order, groups of {size.queries_per_union(original)}", original),
+        PublicArm(
+            "union8-paper",
+            "original order, groups of 8, on the paper's kernel",
+            pw.Config(mode="union8", engine="union8"),
+        ),
     ]
     for window in (64, 128):
         arms += [
-            regrouping_arm(window),
+            regrouping_arm(window, size),
             StagedArm(
                 f"pageweaver-w{window}-fixed",
                 f"the same with window {window}'s order computed beforehand",
@@ -469,9 +482,12 @@ def comparison_arms() -> list[Arm]:
         ]
     arms.append(AutoArm("auto", "original order or regrouped, by what earlier calls saved", pw.Config(mode="auto")))
     high = pw.Config(mode="pageweaver", window=64, precision="high")
-    arms.append(PublicArm("pageweaver-high", "as pageweaver-w64, Q and softmax weights in two FP8 terms", high))
+    queries = size.queries_per_union(high)
+    text = f"as pageweaver-w64, groups of {queries}, Q and softmax weights in two FP8 terms"
+    arms.append(PublicArm("pageweaver-high", text, high))
     paper = pw.Config(mode="pageweaver", engine="union8", guard="none")
-    arms.append(PublicArm("pageweaver-w128-paper", "regrouped inside windows of 128, on the paper's kernel", paper))
+    text = "regrouped inside windows of 128, groups of 8, on the paper's kernel"
+    arms.append(PublicArm("pageweaver-w128-paper", text, paper))
     return arms
 
 

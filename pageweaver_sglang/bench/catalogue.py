@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from pageweaver_sglang.config import Config
 
 from .arms import SIXTEEN_BITS_NRMS, Bf16CacheArm, NativeArm, PortableArm, comparison_arms, regrouping_arm
-from .inputs import QUERY_HEADS_PER_KV_HEAD
+from .inputs import FEW_ROWS, CallSize
 from .offline_arms import OfflineArm, ReorderedArm
 from .orders import OFFLINE, FoundOrder
 from .peers.flashinfer import Fa2Arm, XqaArm
@@ -15,7 +17,7 @@ from .peers.native_short import NativeShortArm
 from .peers.page_pair.arm import PagePairArm
 from .peers.pr37236 import Pr37236Arm
 from .protocol import Arm
-from .work import portable_count
+from .work import order_count, portable_count
 
 _OFFLINE_TEXT = {
     "identity": "original order written out as ids",
@@ -24,8 +26,6 @@ _OFFLINE_TEXT = {
     "w2048": "greedy in windows of 2048, order found on the CPU beforehand",
     "hash-w512": "all queries sorted by min-hashes of their pages, then greedy in windows of 512, found beforehand",
 }
-AUTO_REGROUPED = "w64-8"
-"""Count of the arm ``auto`` where it regroups; where it keeps the original order, ``original-8``."""
 REORDERED = "offline-w512-reordered"
 
 
@@ -38,44 +38,53 @@ class Entry:
     kind: str = "main"
 
 
-def catalogue(orders: dict[str, FoundOrder], heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD) -> list[Entry]:
-    """Every arm in the order of the tables; ``orders`` must hold the offline ones."""
-    portable = portable_count(heads_per_kv_head)
-    pageweaver = {arm.name: arm for arm in comparison_arms()}
+def catalogue(orders: dict[str, FoundOrder], size: CallSize = FEW_ROWS) -> list[Entry]:
+    """Every arm in the order of the tables, for calls of that size; ``orders`` must hold the offline ones."""
+    portable = portable_count(size.heads_per_kv_head)
+    pageweaver = {arm.name: arm for arm in comparison_arms(size)}
+    unions = size.queries_per_union(Config())
+    unions_bf16 = size.queries_per_union(Config(), torch.bfloat16)
     entries = [
         Entry(pageweaver.pop("native"), "per-query"),
         Entry(Pr37236Arm(), "per-query"),
         Entry(XqaArm(), "per-query"),
         Entry(Fa2Arm(), "per-query"),
-        *(Entry(arm, _count_key(name)) for name, arm in pageweaver.items()),
-        Entry(PortableArm(heads_per_kv_head), portable),
+        *(Entry(arm, _count_key(name, size)) for name, arm in pageweaver.items()),
+        Entry(PortableArm(size), portable),
         Entry(PagePairArm(), "page-pair", "control"),
     ]
     for name in OFFLINE:
-        entries.append(Entry(OfflineArm(f"offline-{name}", _OFFLINE_TEXT[name], orders[name]), f"{name}-8", "offline"))
+        arm = OfflineArm(f"offline-{name}", _OFFLINE_TEXT[name], orders[name])
+        entries.append(Entry(arm, order_count(name, unions), "offline"))
     moved = "the order of offline-w512 with Q and picks moved into it in the call, and the output moved back"
-    entries.append(Entry(ReorderedArm(REORDERED, moved, orders["w512"]), "w512-8", "offline"))
+    entries.append(Entry(ReorderedArm(REORDERED, moved, orders["w512"]), order_count("w512", unions), "offline"))
     return [
         *entries,
         Entry(NativeShortArm(), "per-query", "apart"),
         Entry(Bf16CacheArm(NativeArm()), "per-query", "apart"),
-        Entry(Bf16CacheArm(regrouping_arm(64), SIXTEEN_BITS_NRMS), "w64-8", "apart"),
-        Entry(Bf16CacheArm(PortableArm(heads_per_kv_head)), portable, "apart"),
+        Entry(
+            Bf16CacheArm(regrouping_arm(64, size, torch.bfloat16), SIXTEEN_BITS_NRMS),
+            order_count("w64", unions_bf16),
+            "apart",
+        ),
+        Entry(Bf16CacheArm(PortableArm(size)), portable, "apart"),
     ]
 
 
-def _count_key(name: str) -> str:
-    """Count of a :func:`..arms.comparison_arms` arm: ``unionN...``, ``pageweaver-WINDOW...`` or ``auto``, groups of 8.
+def _count_key(name: str, size: CallSize) -> str:
+    """Count of a :func:`..arms.comparison_arms` arm: ``unionN...``, ``pageweaver-WINDOW...`` or ``auto``.
 
-    An arm that names no window has the default one.
+    An arm that names no window has the default one. ``auto`` says after its calls whether it did regroup.
     """
-    if name == "auto":
-        return AUTO_REGROUPED
     first, *rest = name.split("-")
-    if first.startswith("union"):
-        return f"original-{first.removeprefix('union')}"
-    window = rest[0] if rest[0].startswith("w") else f"w{Config().window}"
-    return f"{window}{'-unguarded' if 'paper' in rest else ''}-8"
+    precision = "high" if "high" in rest else "fp8"
+    queries = 8 if "paper" in rest else size.queries_per_union(Config(precision=precision))
+    if first == "union4":
+        return order_count("original", 4)
+    if first == "union8":
+        return order_count("original", queries)
+    window = rest[0] if rest and rest[0].startswith("w") else f"w{Config().window}"
+    return order_count(f"{window}{'-unguarded' if 'paper' in rest else ''}", queries)
 
 
 def arm_names() -> list[str]:

@@ -7,12 +7,45 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pageweaver_sglang.cuda import support
+
 if TYPE_CHECKING:
-    from pageweaver_sglang import Workload
+    from pageweaver_sglang import Config, Workload
 
 HEAD_DIM = 128
 QUERY_HEADS_PER_KV_HEAD = 16
 """MiniMax-M3's. A rank that shares its KV head with others has fewer."""
+
+
+@dataclass(frozen=True)
+class CallSize:
+    """What of calls decides how many queries share a union.
+
+    Attributes:
+        heads_per_kv_head: query heads per KV head.
+        rows: (query, KV head) pairs.
+        processors: multiprocessors of the GPU.
+    """
+
+    heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD
+    rows: int = 0
+    processors: int = support.PROCESSORS
+
+    def queries_per_union(self, config: Config, cache_dtype: torch.dtype = torch.float8_e4m3fn) -> int:
+        """Those of a call by the engine and with the precision of ``config``."""
+        sizes = support.grouping(
+            config.engine,
+            self.heads_per_kv_head,
+            self.rows,
+            self.processors,
+            cache_dtype=cache_dtype,
+            precision=config.precision,
+        )
+        return sizes.union
+
+
+FEW_ROWS = CallSize()
+"""Calls of few queries and MiniMax-M3's heads on an H100 or H200."""
 
 
 @dataclass(frozen=True)

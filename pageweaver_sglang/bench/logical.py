@@ -11,7 +11,7 @@ from .counts import count_orders, differences
 from .inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD
 from .orders import FoundOrder, find_orders
 from .peers.page_pair.pairing import PairPlan, pair_pages
-from .work import PAGE_BYTES_PER_TOKEN, count_all, work_of
+from .work import PAGE_BYTES_PER_TOKEN, count_all, order_count, work_of
 from .workloads import expected_counts
 
 _BF16_BYTES = 2
@@ -42,10 +42,11 @@ def logical_report(
     plan, seconds = pair_plan(workload)
     work = work_of(workload, heads_per_kv_head)
     counts = {}
+    of_order = {order_count(name, size): order for name, order in orders.items() for size in (8, 16)}
     for key, count in count_all(workload, orders, plan, heads_per_kv_head).items():
         delivered = count.visits * work.page_size * PAGE_BYTES_PER_TOKEN
         counts[key] = {**count.as_dict(), "bytes_delivered": delivered}
-        order = orders.get(key.removesuffix("-8"))
+        order = of_order.get(key)
         if order is not None:
             counts[key]["search_s"] = order.seconds
     expected = expected_counts(name)

@@ -28,7 +28,7 @@ class OfflineArm(Arm):
 
     def prepare(self, sets: Sequence[Step3Inputs]) -> None:
         """Put the ids on the device."""
-        self._stages = Stages(sets, window=128, group_size=8)
+        self._stages = Stages(sets, window=128)
         self._perm = self._order.perm.to(sets[0].q.device)
 
     def call(self, index: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ class ReorderedArm(OfflineArm):
         self._topk = torch.empty_like(sets[0].topk_idx, memory_format=torch.contiguous_format)
         self._out = torch.empty_like(self._q)
         moved = [replace(s, q=self._q, topk_idx=self._topk) for s in sets]
-        self._stages = Stages(moved, window=128, group_size=8)
+        self._stages = Stages(moved, window=128)
 
     def call(self, index: int) -> torch.Tensor:
         """Move rows, unions, V's tiles, attention, move the output back."""

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 
 import pageweaver_sglang as pw
+from pageweaver_sglang.cuda import support
 
 from . import compare
 from .arms import prepare_arms, release, stage_arms
 from .catalogue import Entry, catalogue
 from .fidelity import Q_SCALES, check_arms
-from .inputs import QUERY_HEADS_PER_KV_HEAD, Step3Inputs
+from .inputs import QUERY_HEADS_PER_KV_HEAD, CallSize, Step3Inputs
 from .logical import logical_report
 from .orders import find_orders
 from .protocol import Arm, Protocol, Timing, measure, sets_for_cold_cache
 from .recorded import inputs_of, why_random
 from .statistics import COLUMNS, paired_ratio, savings, summary
-from .work import rates, work_of
+from .work import order_count, rates, work_of
 
 FORMAT = "pageweaver-bench 1"
 
@@ -134,7 +135,9 @@ def run_workload(
     progress.stage("Finding orders and counting pages on the CPU", 1)
     orders = find_orders(workload)
     logical = logical_report(workload, name, orders, heads)
-    entries = [e for e in catalogue(orders, heads) if settings.arms is None or e.arm.name in settings.arms]
+    processors = support.processors_of(torch.device(device))
+    size = CallSize(heads, workload.topk_idx[..., 0].numel(), processors)
+    entries = [e for e in catalogue(orders, size) if settings.arms is None or e.arm.name in settings.arms]
     progress.step("orders")
 
     without = {e.arm.name: settings.without[e.arm.name] for e in entries if e.arm.name in settings.without}
@@ -166,8 +169,8 @@ def run_workload(
         arm = entry.arm.name
         columns = {column: summary(timing.rounds_ms) for column, timing in timed.get(arm, {}).items()}
         # `auto` says afterwards which of the orders it took.
-        order = notes.get(arm, {}).get("order")
-        count = logical["counts"][f"{order}-8" if order else entry.count]
+        took = notes.get(arm, {})
+        count = logical["counts"][order_count(took["order"], took["group_size"]) if "order" in took else entry.count]
         best = next((columns[column] for column in BEST_FIRST if column in columns), None)
         arms[arm] = {
             "description": entry.arm.description,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import pageweaver_sglang as pw
-from pageweaver_sglang.cuda.support import PORTABLE, union_group_size
+from pageweaver_sglang.cuda.support import PACKED_HEADS, PORTABLE, union_group_sizes
 from pageweaver_sglang.reference.layout import page_counts, per_token, positions, support_sets
 
 from .inputs import HEAD_DIM, QUERY_HEADS_PER_KV_HEAD
@@ -40,8 +40,9 @@ class Work:
 
 @dataclass(frozen=True)
 class PageCount:
-    """Pages that an arm loads: ``visits``; ``rounds``, (page, quad of queries) pairs with a member; ``reuse``, how many
-    queries use a loaded page on average. ``rounds`` is None where queries don't come in quads.
+    """Pages that an arm loads: ``visits``; ``rounds``, (page, tile of queries) pairs with a member; ``reuse``, how many
+    queries use a loaded page on average. A tile is 4 queries, and 8 where a group of 16 is two. ``rounds`` is None
+    where queries don't come in tiles.
     """
 
     visits: int
@@ -64,13 +65,13 @@ def work_of(workload: pw.Workload, heads_per_kv_head: int = QUERY_HEADS_PER_KV_H
     return Work(int((keys > 0).sum()), int(keys.sum()), w.page_size, heads_per_kv_head)
 
 
-def union_count(workload: pw.Workload, perm: torch.Tensor | None, group_size: int) -> PageCount:
-    """Pages loaded by groups of ``group_size`` in an order, by the reference engine's union plan."""
+def union_count(workload: pw.Workload, perm: torch.Tensor | None, group_size: int, tile: int = 4) -> PageCount:
+    """Pages loaded by groups of ``group_size`` in an order, by the reference engine's union plan; tiles of ``tile``."""
     w = workload
     plan = pw.prepare_unions(
         w.topk_idx, perm, w.cu_seqlens, w.seq_lens, w.prefix_lens, group_size=group_size, page_size=w.page_size
     )
-    return PageCount(plan.visits(), plan.rounds(), plan.reuse())
+    return PageCount(plan.visits(), plan.rounds(tile), plan.reuse())
 
 
 def per_query_count(work: Work) -> PageCount:
@@ -84,9 +85,20 @@ def pair_count(work: Work, plan: PairPlan) -> PageCount:
     return PageCount(visits, None, work.picks / visits if visits else 0.0)
 
 
+def order_count(order: str, group_size: int) -> str:
+    """Key of the pages that groups of 4, 8 or 16 load: ``ORDER-4``, ``ORDER-8``, and ``ORDER-8-16`` for two neighbours
+    of an order of groups of 8 in one; the original order is one of groups of any size, ``original-16``.
+    """
+    return f"{order}-8-16" if group_size == 16 and order != "original" else f"{order}-{group_size}"
+
+
 def portable_count(heads_per_kv_head: int) -> str:
-    """Key of the pages that the engine ``portable`` loads: its groups are larger where there are fewer heads."""
-    return f"w64-{union_group_size(PORTABLE, heads_per_kv_head)}"
+    """Key of the pages that the engine ``portable`` loads in an order of groups of its own size, ``w64-SIZE``."""
+    return f"w64-{_portable_size(heads_per_kv_head)}"
+
+
+def _portable_size(heads_per_kv_head: int) -> int:
+    return union_group_sizes(PORTABLE, heads_per_kv_head)[-1]
 
 
 def count_all(
@@ -95,20 +107,21 @@ def count_all(
     plan: PairPlan,
     heads_per_kv_head: int = QUERY_HEADS_PER_KV_HEAD,
 ) -> dict[str, PageCount]:
-    """Counts by key: ``per-query``, ``ORDER-8`` for all orders, ``original-4``, ``page-pair``, :func:`portable_count`.
-
-    For 16 heads per KV head the last one is ``w64-4``.
+    """Counts by key: ``per-query``, ``original-4``, :func:`portable_count`, ``page-pair``, and of all orders
+    :func:`order_count` for groups of 8 and, with so few heads that ``stream`` takes them, of 16.
     """
     work, w = work_of(workload), workload
-    size = union_group_size(PORTABLE, heads_per_kv_head)
+    size = _portable_size(heads_per_kv_head)
     options = {"window": 64, "group_size": size, "page_size": w.page_size, "guard": "window"}
     order = pw.regroup(w.topk_idx, w.cu_seqlens, w.prefix_lens, **options)
     counts = {
         "per-query": per_query_count(work),
-        "original-4": union_count(workload, None, 4),
+        order_count("original", 4): union_count(workload, None, 4),
         portable_count(heads_per_kv_head): union_count(workload, order, size),
     }
-    counts |= {f"{name}-8": union_count(workload, order.perm, 8) for name, order in orders.items()}
+    counts |= {order_count(name, 8): union_count(workload, order.perm, 8) for name, order in orders.items()}
+    if heads_per_kv_head <= PACKED_HEADS:
+        counts |= {order_count(name, 16): union_count(workload, order.perm, 16, 8) for name, order in orders.items()}
     return {**counts, "page-pair": pair_count(work, plan)}
 
 

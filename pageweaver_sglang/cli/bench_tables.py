@@ -107,7 +107,8 @@ def counts_table(report: Report) -> Table:
     written = report["logical"]["page_pair"]["used_workspace_bytes"] / 1e6
     table = _table(
         "Pages loaded per call (reference engine)",
-        "rounds: (page, quad of queries) pairs that need arithmetic · reuse: queries that use a loaded page\n"
+        "rounds: (page, 4 queries) pairs that need arithmetic; original-16, ...-8-16: (page, 8 queries) pairs\n"
+        "...-8-16: groups of 16 in an order of groups of 8 · reuse: queries that use a loaded page\n"
         f"page-pair also writes {written:,.0f} MB of partial outputs and reads them again",
         "order and group size",
         "visits",

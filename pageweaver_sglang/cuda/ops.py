@@ -94,7 +94,7 @@ def value_tiles(v_cache: Tensor, tiles: ValueTiles, plan: UnionPlan) -> None:
 
 def default_engine(group_size: int) -> str:
     """Return the engine that :func:`union_attention` takes when none is asked for."""
-    return "stream" if group_size == 8 else "union8"
+    return "union8" if group_size == 4 else "stream"
 
 
 def union_attention(
@@ -114,7 +114,8 @@ def union_attention(
     """Attend over ``plan`` (with ``slots``); write every row of ``out`` [tokens, q_heads, 128] that the plan names.
 
     Scales are factors of the caches: None (1.0), a float, or a float32 CUDA tensor of one element, read on the device.
-    ``engine`` is ``"stream"`` or ``"union8"``; None takes the first for groups of 8 and the second for groups of 4.
+    ``engine`` is ``"stream"`` or ``"union8"``; None takes the second for groups of 4 and else the first, which
+    has groups of 8, or of 16 for up to 8 query heads per KV head.
     Both give the same bits in ``precision`` ``"fp8"``; ``"high"`` is ``stream``'s alone. Of E4M3 caches ``stream``
     reads V from ``tiles``, uint8 ``[kv_heads, pool_pages, 16384]``, as :func:`value_tiles` left them for this plan's
     pages. It alone of the two takes BF16 caches, without tiles, and then computes in BF16 whatever the

@@ -4,8 +4,8 @@ It computes what ``kernels/attention.cuh`` says, in 16-bit arithmetic: one progr
 are the group's queries times their heads. The program walks the group's union, some tokens at a time, and every row
 keeps an online softmax in FP32 over the pages that its own query picked.
 
-* **Groups of 64 rows** (:func:`.support.union_group_size`): one tile of the tensor cores, whatever the number of heads.
-  Larger groups would read fewer pages and multiply more on behalf of queries that did not pick them.
+* **Groups of 64 rows** (:func:`.support.union_group_sizes`): one tile of the tensor cores, whatever the number of
+  heads. Larger groups would read fewer pages and multiply more on behalf of queries that did not pick them.
 * **FP8 caches are multiplied in FP16.** Every E4M3 number is an FP16 number, one instruction converts two of them, and
   weights keep 11 bits instead of BF16's 8. Q's rows are scaled by powers of two beforehand, so that they fit FP16's
   range; what FP16 drops of a row lies 2**-38 below its largest element.
@@ -299,7 +299,7 @@ def union_attention(
         k_cache: float8_e4m3fn or bfloat16 ``[slots, kv_heads, head_dim]``, contiguous along ``head_dim``; the
             ``page_size`` tokens of a page lie one behind the other.
         v_cache: shape and dtype of ``k_cache``.
-        plan: of groups of :func:`.support.union_group_size` queries; ``page_size`` a power of two of at least 16.
+        plan: of groups of :func:`.support.union_group_sizes` queries; ``page_size`` a power of two of at least 16.
         out: bfloat16, shape of ``q``, contiguous along ``head_dim``.
         sm_scale: scale of the scores.
         k_scale: what a stored key is multiplied by: None (1), a float, or a float32 tensor of one element on q's

@@ -6,14 +6,21 @@ Questions about shapes, dtypes, strides and compute capabilities that read nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 HEAD_DIM = 128
 PAGE_SIZE = 128
 MAX_GQA_RATIO = 16
 """Query heads per KV head, at most."""
+PACKED_HEADS = 8
+"""Query heads per KV head up to which ``stream`` puts 8 queries into a tile, instead of 4."""
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200, for calls that are not on a GPU."""
 MAX_TOPK = 16
 COMPUTE_CAPABILITY = (9, 0)
 """Hopper's, which the engines ``stream`` and ``union8`` are built for."""
@@ -134,22 +141,81 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else COMPUTE_CAPABILITY
 
 
-def union_group_size(engine: str, ratio: int) -> int:
-    """Queries per union for an engine and ``ratio`` query heads per KV head.
+class Grouping(NamedTuple):
+    """Queries per group of a call."""
 
-    Hopper's engines are built for 8. ``portable`` fills a tile of 64 rows where that takes at most 16 queries: 4 for 9
-    to 16 heads, 8 for 5 to 8, 16 for fewer. More heads than 16 have the reference engine alone.
+    order: int
+    """Of the order that ``regroup`` finds: the smallest of ``unions``, with which a plan of larger groups needs fewer
+    rounds than in an order of groups of its own size."""
+    unions: tuple[int, ...]
+    """Of the union plan: the sizes that the engine takes."""
+    union: int
+    """Of the union plan, where no workspace has another of these sizes."""
+
+
+def union_group_sizes(
+    engine: str, ratio: int, cache_dtype: torch.dtype = _E4M3, precision: str = "fp8"
+) -> tuple[int, ...]:
+    """Queries per union that an engine takes, ascending, for ``ratio`` query heads per KV head.
+
+    ``union8`` is built for 8, and so is ``stream`` for more than 8 heads; for up to 8 it takes 16, too. ``portable``
+    fills a tile of 64 rows where that takes at most 16 queries: 4 for 9 to 16 heads, 8 for 5 to 8, 16 for fewer. More
+    heads than 16 have the reference engine alone.
+
+    Args:
+        engine: the engine that serves.
+        ratio: query heads per KV head.
+        cache_dtype: of K and V.
+        precision: the setting.
     """
-    if engine != PORTABLE:
-        return 8
-    padded = 1 << (ratio - 1).bit_length()
-    return max(1, min(16, 64 // padded))
+    if engine == PORTABLE:
+        padded = 1 << (ratio - 1).bit_length()
+        return (max(1, min(16, 64 // padded)),)
+    del cache_dtype, precision  # all of them alike
+    return (8, 16) if engine == STREAM and ratio <= PACKED_HEADS else (8,)
 
 
-def call_group_size(asked: str, q: torch.Tensor, k_cache: torch.Tensor, page_size: int) -> int:
-    """Queries per union of a call, where the setting ``engine`` is ``asked``: what its workspace must have."""
-    engine = engine_on(asked, capability_of(q.device), call_kind(q, k_cache, page_size)) or asked
-    return union_group_size(engine, q.shape[1] // k_cache.shape[1])
+def grouping(
+    engine: str,
+    ratio: int,
+    rows: int,
+    processors: int = PROCESSORS,
+    *,
+    cache_dtype: torch.dtype = _E4M3,
+    precision: str = "fp8",
+) -> Grouping:
+    """The group sizes of a call of ``rows`` (query, KV head) pairs on a GPU of ``processors`` multiprocessors.
+
+    Large groups load fewer pages, small ones leave fewer multiprocessors idle: the largest that the engine takes serve
+    where there are more of the smallest than multiprocessors. Shapes alone decide, so that a CUDA Graph replays it.
+    The other arguments are those of :func:`union_group_sizes`.
+    """
+    sizes = union_group_sizes(engine, ratio, cache_dtype, precision)
+    return Grouping(sizes[0], sizes, sizes[-1] if rows > sizes[0] * processors else sizes[0])
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; :data:`PROCESSORS` for other devices."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+
+
+def call_grouping(config: Config, q: torch.Tensor, k_cache: torch.Tensor, page_size: int) -> Grouping:
+    """The group sizes of a call of ``sparse_prefill`` with these arguments."""
+    engine = engine_on(config.engine, capability_of(q.device), call_kind(q, k_cache, page_size)) or config.engine
+    tokens, q_heads, kv_heads = q.shape[0], q.shape[1], k_cache.shape[1]
+    return grouping(
+        engine,
+        q_heads // kv_heads,
+        kv_heads * tokens,
+        processors_of(q.device),
+        cache_dtype=k_cache.dtype,
+        precision=config.precision,
+    )
+
+
+def call_group_size(config: Config, q: torch.Tensor, k_cache: torch.Tensor, page_size: int) -> int:
+    """Queries per union of such a call, and what a workspace that is made for it should have."""
+    return call_grouping(config, q, k_cache, page_size).union
 
 
 def unsupported_reason(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pageweaver_sglang.cuda import support
+
 from .variants import E4M3, VARIANTS, Shape
 
 MAX_TOKENS = 400
@@ -78,6 +80,8 @@ class Call:
     config: dict[str, object]
     output: str
     """Where the result goes: ``new``, ``out`` or ``workspace``."""
+    group_size: int
+    """Queries per union of the workspace, one of those that the engine takes; without one the engine's rule decides."""
     tiles: str
     """Where the value tiles lie: ``own`` (the call's or the workspace's), ``given``, or ``none`` are used."""
     twin: bool
@@ -173,6 +177,8 @@ def draw_call(seed: int, variants: tuple[str, ...] = tuple(VARIANTS), largest: i
         "overflow": _pick(rng, ("rename", "original"), (0.7, 0.3)),
         "capacity": _pick(rng, (512, int(rng.integers(1, 33)))),
     }
+    precision = tried.config.get("precision", "fp8")
+    group_sizes = support.union_group_sizes(tried.config["engine"], shape.ratio, shape.cache_dtype, precision)
     call = Call(
         seed=seed,
         variant=variant,
@@ -208,6 +214,8 @@ def draw_call(seed: int, variants: tuple[str, ...] = tuple(VARIANTS), largest: i
         orders=bool(rng.random() < 1 / 16),
         cross_check=bool(rng.random() < 1 / 1000),
         invalid=int(rng.integers(0, 1 << 30)) if rng.random() < 0.02 else None,
+        # Drawn last, so that seeds of before there was a choice still mean the same call.
+        group_size=_pick(rng, group_sizes),
         features=(),
     )
     features = {
@@ -237,6 +245,7 @@ def draw_call(seed: int, variants: tuple[str, ...] = tuple(VARIANTS), largest: i
         "v_scale": [scale_kind[None if v_scale is None else v_tensor] + (" < 0" if (v_scale or 0) < 0 else "")],
         "slot_ids": ["int32" if call.slot_ids_int32 else "int64"],
         "output": [call.output],
+        "groups": [str(call.group_size) if call.output == "workspace" else "by rule"],
         "value tiles": [call.tiles],
     }
     object.__setattr__(call, "features", tuple(f"{name}={one}" for name, values in features.items() for one in values))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import pageweaver_sglang as pw
-from pageweaver_sglang.cuda import support
 
 from . import orders, refusals
 from .build import Pools, Tensors, build
@@ -154,8 +153,7 @@ class Trials:
         return pw.sparse_prefill(**tensors.arguments, **options, page_size=call.page_size, config=config)
 
     def _workspace(self, call: Call) -> pw.Workspace:
-        engine, shape, window = str(call.config["engine"]), call.shape, int(str(call.config["window"]))
-        group_size = support.union_group_size(engine, shape.ratio)
+        shape, window = call.shape, int(str(call.config["window"]))
 
         def make() -> pw.Workspace:
             return pw.Workspace(
@@ -165,12 +163,12 @@ class Trials:
                 topk=call.k,
                 q_heads=call.kv_heads * shape.ratio,
                 window=window,
-                group_size=group_size,
+                group_size=call.group_size,
                 head_dim=shape.head_dim,
                 device=self.device,
             )
 
-        key = (call.kv_heads, call.k, window, group_size, shape.ratio, shape.head_dim)
+        key = (call.kv_heads, call.k, window, call.group_size, shape.ratio, shape.head_dim)
         return self._kept(self._workspaces, key, make)
 
     def _value_tiles(self, call: Call) -> pw.ValueTiles:

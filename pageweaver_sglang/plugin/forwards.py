@@ -46,7 +46,7 @@ class Forward:
             stream = torch.cuda.current_stream(topk_idx.device).cuda_stream
         kv_heads, tokens, k = topk_idx.shape
         requests = call["cu_seqlens"].shape[0] - 1
-        group_size = call_group_size(config.engine, call["q"], call["k_cache"], call["block_size_k"])
+        group_size = call_group_size(config, call["q"], call["k_cache"], call["block_size_k"])
         key = (stream, kv_heads, tokens, k, requests, config.window, group_size)
         workspace = self._workspaces.get(key)
         if workspace is None:

@@ -200,7 +200,7 @@ def test_sparse_prefill_by_the_portable_engine(calls, monkeypatch, capability, a
     """Groups of its own size, no value tiles, pages of 64 tokens."""
     monkeypatch.setattr(support, "capability_of", lambda device: capability)
     case = make_case("padded", ratio=ratio, page_size=64)
-    size = support.union_group_size("portable", ratio)
+    (size,) = support.union_group_sizes("portable", ratio)
     config = pw.Config(mode="pageweaver", engine=asked)
     workspace = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=ratio, group_size=size, device="cpu")
     for space in (None, workspace):
@@ -216,6 +216,40 @@ def test_sparse_prefill_by_the_portable_engine(calls, monkeypatch, capability, a
     wrong = pw.Workspace(200, 5, kv_heads=1, topk=16, q_heads=ratio, device="cpu")
     with pytest.raises(ValueError, match=f"workspace must be one with group_size={size}, got group_size=8"):
         pw.sparse_prefill(*case.args(), config=config, workspace=wrong, page_size=64)
+
+
+@pytest.mark.parametrize("given", [None, 8, 16])
+@pytest.mark.parametrize(("ratio", "processors"), [(8, 4), (8, 50), (1, 4)])
+def test_stream_with_few_heads_takes_groups_of_8_and_of_16(calls, monkeypatch, ratio, processors, given):
+    """A workspace's size counts; else that of the call's size. The order is one of groups of 8 all the same."""
+    monkeypatch.setattr(support, "processors_of", lambda device: processors)
+    case = make_case("padded", ratio=ratio)
+    size = given or (16 if len(case.q) > 8 * processors else 8)
+    workspace = given and pw.Workspace(
+        200, 5, kv_heads=1, topk=16, q_heads=ratio, group_size=given, window=128, device="cpu"
+    )
+    pw.sparse_prefill(*case.args(), config=pw.Config(mode="pageweaver", window=128), workspace=workspace)
+    assert [name for name, _, _ in calls] == ["regroup", "prepare_unions", "value_tiles", "union_attention"]
+    assert calls[0][2]["group_size"] == 8
+    plans = [arguments[-1] for name, arguments, _ in calls if name in ("prepare_unions", "value_tiles")]
+    assert [(plan.group_size, plan.masks.dtype) for plan in plans] == [
+        (size, torch.int32 if size == 16 else torch.uint8)
+    ] * 2
+    assert calls[3][1][3] is plans[0]
+    wrong = pw.Workspace(200, 5, kv_heads=1, topk=16, group_size=4, window=128, device="cpu")
+    with pytest.raises(ValueError, match="workspace must be one with group_size=8 or 16, got group_size=4"):
+        pw.sparse_prefill(*case.args(), config=pw.Config(window=128), workspace=wrong)
+
+
+@pytest.mark.parametrize(("ratio", "engine"), [(9, "stream"), (16, "stream"), (8, "union8")])
+def test_others_take_groups_of_8_alone(calls, monkeypatch, ratio, engine):
+    monkeypatch.setattr(support, "processors_of", lambda device: 1)
+    case, config = make_case("padded", ratio=ratio), pw.Config(engine=engine)
+    wrong = pw.Workspace(200, 5, kv_heads=1, topk=16, group_size=16, device="cpu")
+    with pytest.raises(ValueError, match="workspace must be one with group_size=8, got group_size=16"):
+        pw.sparse_prefill(*case.args(), config=config, workspace=wrong)
+    pw.sparse_prefill(*case.args(), config=config)
+    assert calls[-1][1][3].group_size == 8
 
 
 @pytest.mark.parametrize("capturing", [False, True])

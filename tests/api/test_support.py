@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import pageweaver_sglang as pw
 from pageweaver_sglang.cuda import support
 from pageweaver_sglang.cuda.support import CallKind, engine_on, gpu_problem, unsupported_reason
 
@@ -280,6 +283,39 @@ def test_kinds():
 def test_queries_per_union_are_those_of_the_engine_that_serves(asked, k_cache, page_size, size):
     """What the public function makes a plan for, and what a workspace of the caller's must have."""
     queries = q(TOKENS, 64, 128)
-    assert support.call_group_size(asked, queries, k_cache, page_size) == size
+    config = pw.Config(engine=asked)
+    assert support.call_grouping(config, queries, k_cache, page_size) == (size, (size,), size)
+    assert support.call_group_size(config, queries, k_cache, page_size) == size
     engine = engine_on(asked, (9, 0), support.call_kind(queries, k_cache, page_size)) or asked
-    assert support.union_group_size(engine, 16) == size
+    assert support.union_group_sizes(engine, 16) == (size,)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "high"])
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.bfloat16])
+@pytest.mark.parametrize("ratio", range(1, 17))
+def test_stream_takes_two_sizes_of_unions_for_up_to_8_heads(ratio, cache_dtype, precision):
+    """The larger one where groups of 8 outnumber the multiprocessors, so that none of them gets nothing to do."""
+    kind = {"cache_dtype": cache_dtype, "precision": precision}
+    few = ratio <= 8
+    assert support.union_group_sizes("stream", ratio, *kind.values()) == ((8, 16) if few else (8,))
+    assert support.union_group_sizes("union8", ratio) == (8,)
+    for rows, union in ((1, 8), (800, 8), (801, 16), (10**6, 16)):
+        found = support.grouping("stream", ratio, rows, 100, **kind)
+        assert (found.order, found.union) == (8, union if few else 8)
+        assert support.grouping("union8", ratio, rows, 100).union == 8
+
+
+@pytest.mark.parametrize(("tokens", "kv_heads", "size"), [(1056, 1, 8), (1057, 1, 16), (264, 4, 8), (265, 4, 16)])
+def test_rows_are_those_of_all_kv_heads(tokens, kv_heads, size):
+    """Of 132 multiprocessors, whatever calls without a GPU are looked at for."""
+    queries, keys = q(tokens, 8 * kv_heads, 128), cache(256, kv_heads, 128)
+    assert support.call_group_size(pw.Config(), queries, keys, 128) == size
+
+
+def test_multiprocessors_are_the_gpus(monkeypatch):
+    asked = []
+    properties = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or properties)
+    assert support.processors_of(torch.device("cuda", 3)) == 78
+    assert asked == [torch.device("cuda", 3)]
+    assert support.processors_of(torch.device("cpu")) == 132

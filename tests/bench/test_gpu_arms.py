@@ -9,6 +9,7 @@ import pageweaver_sglang as pw
 from pageweaver_sglang.bench.catalogue import arm_names, catalogue
 from pageweaver_sglang.bench.compare import unusable_gpu
 from pageweaver_sglang.bench.fidelity import check_arms, compare_rows
+from pageweaver_sglang.bench.inputs import CallSize
 from pageweaver_sglang.bench.orders import find_orders
 from pageweaver_sglang.bench.protocol import ArmUnavailable, capture
 from pageweaver_sglang.bench.recorded import heads_of, inputs_of
@@ -31,7 +32,7 @@ def loaded(file):
 
 def arms_of(file, heads=None):
     workload, orders = loaded(file)
-    return workload, {entry.arm.name: entry.arm for entry in catalogue(orders, heads_of(workload, heads))}
+    return workload, {entry.arm.name: entry.arm for entry in catalogue(orders, CallSize(heads_of(workload, heads)))}
 
 
 @cache

@@ -54,7 +54,7 @@ def test_everything_occurs(calls):
         "mode": 3, "window": 2, "guard": 2, "overflow": 2, "capacity": 2, "KV heads": 4, "k": 16,
         "page size": 2, "requests": 5, "tokens": 7, "pages": 5, "chunks": 5, "prefixes": 3, "ids": 8, "sequence": 2,
         "padding": 2, "contents": 5, "foreign cells": 4, "q": 2, "caches": 3, "sm_scale": 2, "k_scale": 3,
-        "v_scale": 5, "slot_ids": 2, "output": 3, "value tiles": 3,
+        "v_scale": 5, "slot_ids": 2, "output": 3, "groups": 4, "value tiles": 3,
     }  # fmt: skip
     assert {dimension: len(values) for dimension, values in counts.items()} == expected
     assert sum(call.twin for call in calls) > 200
@@ -64,6 +64,16 @@ def test_everything_occurs(calls):
     ids = np.concatenate([call.topk_idx.ravel() for call in calls])
     assert ids.min() == draw.INT32_MIN
     assert ids.max() == draw.INT32_MAX
+
+
+def test_workspaces_have_every_size_that_the_engine_takes(calls):
+    drawn = collections.defaultdict(set)
+    for call in calls:
+        drawn[call.variant, call.shape.ratio <= 8].add(call.group_size)
+    few = {(variant, True): {8, 16} for variant in ("stream", "high", "bf16")}
+    many = {(variant, False): {8} for variant in ("stream", "high", "bf16", "union8")}
+    portable = {("portable", True): {8, 16}, ("portable", False): {4}}  # one for each number of heads
+    assert drawn == {**few, **many, **portable, ("union8", True): {8}}
 
 
 def test_cells_of_nobody_hold_garbage_and_others_do_not():

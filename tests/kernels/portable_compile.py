@@ -57,7 +57,8 @@ def compiled(
     kernel, recorder = portable._union_attention_kernel, Recorder()
     q = torch.zeros(20, 2 * ratio, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(2 * page_size, 2, head_dim).to(dtype)
-    sizes = {"window": 64, "group_size": support.union_group_size("portable", ratio), "page_size": page_size}
+    (group_size,) = support.union_group_sizes("portable", ratio)
+    sizes = {"window": 64, "group_size": group_size, "page_size": page_size}
     plan = UnionPlan.empty(2, 20, 1, picks, **sizes, device="cpu", with_slots=True)
     factors = {"k_scale": torch.ones(1), "v_scale": 2.0} if scales else {}
     with mock.patch.object(portable, "_union_attention_kernel", recorder):

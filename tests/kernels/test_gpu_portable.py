@@ -215,7 +215,7 @@ def test_a_graph_replays_with_other_contents_and_allocates_nothing():
     cases = [make_case("packed", seed=seed, device="cuda") for seed in (11, 12)]
     tokens = max(len(case.q) for case in cases)
     sizes = {"kv_heads": 1, "topk": 16, "q_heads": 16, "device": "cuda"}
-    workspace = pw.Workspace(tokens, 6, group_size=support.union_group_size("portable", 16), **sizes)
+    workspace = pw.Workspace(tokens, 6, group_size=4, **sizes)
     expected = [attend(case) for case in cases]
     pool = max(case.k_cache.shape[0] for case in cases)
     positions = max(case.req_to_token.shape[1] for case in cases)
@@ -303,7 +303,7 @@ def test_the_default_engine_takes_what_portable_alone_covers(shape, settings):
     out = pw.sparse_prefill(*case.args(), config=config, **case.keywords())
     assert_right(case, out)
     assert same_bits(out, attend(case))
-    size = support.call_group_size("stream", case.q, case.k_cache, case.page_size)
+    size = support.call_group_size(pw.Config(), case.q, case.k_cache, case.page_size)
     tokens, q_heads, head_dim = case.q.shape
     sizes = {"kv_heads": 4, "topk": 16, "q_heads": q_heads, "head_dim": head_dim, "group_size": size, "device": "cuda"}
     workspace = pw.Workspace(tokens, 2, **sizes)

@@ -161,6 +161,28 @@ def test_workloads(kernels, workload, window):
             assert_matches(kernels, (topk, order, *lengths), **options)
 
 
+@pytest.mark.parametrize("window", [64, 128])
+@pytest.mark.parametrize("name", ["packed", "holes", "padded", "cut_short", "heads4", "past_512_pages"])
+def test_groups_of_16_are_two_neighbours_of_an_order_of_groups_of_8(kernels, name, window):
+    """As the engine ``stream`` has them for few heads: the halves' unions in one, the second half's bits behind."""
+    case = make_case(name, seed=6)
+    perm = pw.reference.regroup(case.topk_idx, case.cu_seqlens, case.prefix_lens, window=window, group_size=8)
+    tensors = (case.topk_idx, perm, case.cu_seqlens, case.seq_lens, case.prefix_lens)
+    plan = assert_matches(kernels, tuple(x.numpy() for x in tensors), window=window, group_size=16)
+    eights = reference(*(x.numpy() for x in tensors), window=window, group_size=8, page_size=128)
+    for head, groups in enumerate(eights["queries"]):
+        halves = {(-1,) * 8: {}}
+        for group, queries in enumerate(groups.tolist()):
+            entries = zip(eights["pages"][head, group].tolist(), eights["masks"][head, group].tolist(), strict=True)
+            halves.setdefault(tuple(queries), {page: mask for page, mask in entries if mask})
+        for group in range(len(plan["queries"][head])):
+            queries, count = plan["queries"][head, group].tolist(), plan["counts"][head, group]
+            first, second = halves[tuple(queries[:8])], halves[tuple(queries[8:])]
+            masks = {page: first.get(page, 0) | second.get(page, 0) << 8 for page in sorted({*first, *second})}
+            assert plan["pages"][head, group, :count].tolist() == list(masks)
+            assert plan["masks"][head, group, :count].tolist() == list(masks.values())
+
+
 @pytest.mark.parametrize("name", CASE_NAMES)
 def test_named_cases(kernels, name):
     for seed, group_size in ((0, 8), (1, 4), (2, 16), (3, 11)):

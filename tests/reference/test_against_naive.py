@@ -62,10 +62,15 @@ def assert_unions_equal(args, perm, **options):
     members = [len(slots) for head in groups for group in head for slots in group.members.values()]
     assert plan.visits() == len(members)
     assert plan.reuse() == pytest.approx(sum(members) / len(members) if members else 0.0)
-    quads = [
-        len({slot // 4 for slot in slots}) for head in groups for group in head for slots in group.members.values()
-    ]
-    assert plan.rounds() == sum(quads)
+    for tile in (4, 8):
+        tiles = [
+            len({slot // tile for slot in slots})
+            for head in groups
+            for group in head
+            for slots in group.members.values()
+        ]
+        assert plan.rounds(tile) == sum(tiles)
+    assert plan.rounds() == plan.rounds(4)
 
 
 @given(case=picks(), guard=st.sampled_from(["none", "window"]), capacity=st.none() | st.integers(1, 40))

@@ -14,6 +14,7 @@ from test_step3 import PREFIX, TOKENS, Native, make, make_call
 from pageweaver_sglang import api
 from pageweaver_sglang.capture.snapshot import HostLengths
 from pageweaver_sglang.config import Config
+from pageweaver_sglang.cuda import support
 from pageweaver_sglang.plugin.forwards import Forwards
 
 BUFFERS = ("_perm", "_pages", "_slots", "_masks", "_counts", "_queries", "_limits", "_queue")
@@ -99,6 +100,15 @@ def test_every_engines_calls_fit(engine, dtype, ratio):
     for layer in (1, 2):
         out = served(lambda **call: pytest.fail("fell back"), layer, call, forwards.of(batch))
         assert torch.equal(out, Native()(**call))
+
+
+@pytest.mark.parametrize(("processors", "size"), [(1, 16), (2, 8)])
+def test_few_heads_have_groups_of_16_where_those_of_8_outnumber_the_processors(monkeypatch, processors, size):
+    """6 tokens of 2 KV heads: 12 rows."""
+    monkeypatch.setattr(support, "processors_of", lambda device: processors)
+    call = make_call()
+    call["q"] = call["q"][:, :16]  # 8 heads for each of two KV heads
+    assert Forwards().of(make_batch()).workspace(call, Config()).group_size == size
 
 
 def test_windows_have_buffers_of_their_own():

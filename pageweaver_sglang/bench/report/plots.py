@@ -118,10 +118,23 @@ def offline_figure(report: Report) -> bytes | None:
 def visits_figure(report: Report) -> bytes:
     """Pages loaded per call in every order and by page-pair."""
     counts = report["logical"]["counts"]
-    names = {"per-query": "no sharing", "original-4": "union4", "original-8": "union8", "page-pair": "page-pair"}
-    orders = {f"{name}-8": f"offline-{name}" for name in OFFLINE}
-    labels = [names.get(key) or orders.get(key) or f"pageweaver-{key.removesuffix('-8')}" for key in counts]
+    labels = [_count_label(key) for key in counts]
     return _bars(labels, [count["visits"] for count in counts.values()], "pages loaded per call", unit="{:,.0f}")
+
+
+def _count_label(key: str) -> str:
+    """The arm that loads these pages; see :func:`..work.count_all` for the keys."""
+    names = {"per-query": "no sharing", "original-4": "union4", "original-8": "union8", "page-pair": "page-pair"}
+    if key in names:
+        return names[key]
+    order = key.removesuffix("-16").removesuffix("-8")
+    if key == "original-16":
+        name = "union8"
+    elif key.endswith(("-8", "-8-16")):
+        name = f"offline-{order}" if order in OFFLINE else f"pageweaver-{order}"
+    else:
+        return f"pageweaver-{key}"
+    return f"{name}, groups of 16" if key.endswith("-16") else name
 
 
 def saving_figure(reports: Sequence[Report]) -> bytes | None:

@@ -41,7 +41,8 @@ RECIPES = [
 def plan_of(case: Case, ratio: int, *, regrouped: bool) -> UnionPlan:
     """The plan by the reference engine, with the physical pages that it leaves out."""
     lengths = (case.cu_seqlens, case.seq_lens, case.prefix_lens)
-    sizes = {"window": 64, "group_size": support.union_group_size("portable", ratio), "page_size": case.page_size}
+    (group_size,) = support.union_group_sizes("portable", ratio)
+    sizes = {"window": 64, "group_size": group_size, "page_size": case.page_size}
     perm = reference.regroup(case.topk_idx, case.cu_seqlens, case.prefix_lens, **sizes) if regrouped else None
     plan = reference.prepare_unions(case.topk_idx, perm, *lengths, **sizes)
     return dataclasses.replace(plan, slots=slots_of(plan, case.cu_seqlens, case.req_to_token, case.slot_ids))
