@@ -1,5 +1,5 @@
 // What the attention kernels share: parameters, numeric constants, and the pieces of one warpgroup's work on 64 rows (4 queries x 16
-// heads): quantising Q, transposing V, softmax page by page, writing the result, and the tensor maps of the caches.
+// heads, or 8 x 8): quantising Q, transposing V, softmax page by page, writing the result, and the tensor maps of the caches.
 #pragma once
 
 #include <cuda.h>
@@ -27,11 +27,11 @@ struct UnionAttentionParams {
   int64_t out_token_stride, out_head_stride;
   const int32_t* slots;    // [kv_heads, groups, max_union] physical page, -1: unreadable
   const int32_t* pages;    // [kv_heads, groups, max_union] logical page
-  const uint8_t* masks;    // [kv_heads, groups, max_union]
+  const void* masks;       // [kv_heads, groups, max_union] uint8, int32 in groups of more than 8
   const int32_t* counts;   // [kv_heads, groups]
   const int32_t* queries;  // [kv_heads, groups, group_size]
   const int32_t* limits;   // [kv_heads, groups, group_size]
-  int heads;  // query heads per KV head, 1 to RowTile::kHeadsPerKvHead
+  int heads;  // query heads per KV head, 1 to RowTile::kMostHeads
   int groups;
   int max_union;
   float softmax_scale_log2;  // sm_scale * k_scale * log2(e)
@@ -45,31 +45,38 @@ struct UnionAttentionParams {
   int pool_pages;
 };
 
-// The tile every attention kernel here is built for: one warpgroup, 4 queries x 16 heads. Two warps share two queries, half of the heads
-// each: rows 16w + 8r + 0 to 7 are heads 8 (w % 2) + 0 to 7 of query w / 2 + 2r. When one of the two picked a page, both warps work on it
-// and are done in half the time; and the two are not neighbours in the group's order, which pick together most often. With fewer heads per
-// KV head than 16 a query's other rows are zeros that nobody writes: as many queries take as long (sparing half of the warps their softmax
-// with 8 heads won 1 %, and the test for it cost all others more).
+// The tile every attention kernel here is built for: one warpgroup's 64 rows, a row for a query and head.
 struct RowTile {
   static constexpr int kHeadDim = 128;
   static constexpr int kPageSize = 128;
-  static constexpr int kHeadsPerKvHead = 16;
-  static constexpr int kQueries = 4;
-  static constexpr int kRows = kQueries * kHeadsPerKvHead;
+  static constexpr int kMostHeads = 16;  // query heads per KV head
+  static constexpr int kRows = 64;       // one wgmma M64 tile
   static constexpr int kThreads = 128;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kTileBytes = kPageSize * kHeadDim;  // one page of K or of V of one KV head, E4M3
   static constexpr int kQBytes = kRows * kHeadDim;
-  static_assert(kRows == 64, "one wgmma M64 tile");
   static constexpr int kRowsPerThread = 2;  // an accumulator tile gives a thread parts of rows g and g + 8 of its warp
-  static constexpr int kHeadsPerWarp = kHeadsPerKvHead / 2;
+};
 
-  // The query (0 to 3) that row r of the pair belongs to, in warp w.
-  __host__ __device__ static constexpr int query_of(int warp, int r) { return warp / 2 + 2 * r; }
+// How a tile's rows are dealt out: 4 queries x 16 heads, or 8 x 8. A warp has eight heads of two queries: rows 16w + 8r + 0 to 7 are those of
+// query query_of(w, r), from head first_head(w) on; of 16 heads two warps have a half each. When one of the two queries picked a page, its
+// warps are done in half the time; and the two are not neighbours in the group's order, which pick together most often. Rows of heads that
+// there are not are zeros that nobody writes. (Sparing half of the warps their softmax, with 8 heads in a tile for 16, won 1 %, and the test
+// for it cost all others more.)
+template <int kQueries_>
+struct TileRows {
+  static constexpr int kQueries = kQueries_;
+  static constexpr int kHeads = RowTile::kRows / kQueries;
+  static constexpr int kHeadsPerWarp = 8;
+  static constexpr int kWarpsPerPair = kHeads / kHeadsPerWarp;
+  static constexpr int kPairs = kQueries / 2;
+
+  __host__ __device__ static constexpr int query_of(int warp, int r) { return warp / kWarpsPerPair + kPairs * r; }
+  __host__ __device__ static constexpr int first_head(int warp) { return kHeadsPerWarp * (warp % kWarpsPerPair); }
   __host__ __device__ static constexpr int row_of(int query, int head) {
-    return 16 * (2 * (query % 2) + head / kHeadsPerWarp) + 8 * (query / 2) + head % kHeadsPerWarp;
+    return 16 * (kWarpsPerPair * (query % kPairs) + head / kHeadsPerWarp) + 8 * (query / kPairs) + head % kHeadsPerWarp;
   }
-  static_assert(kWarps == kQueries && kHeadsPerWarp == 8, "two warps share two queries");
+  static_assert(kHeads * kQueries == RowTile::kRows && kWarpsPerPair * kPairs == RowTile::kWarps, "whole warps");
 };
 
 // What Q, K, P and V are multiplied as. A block is the part of a page whose logits are computed at a time; kBlockSteps multiplications take its
@@ -135,7 +142,7 @@ struct QueryScales {
 // Brings a query's heads nearer: at most 32 lines of 128 bytes, one a lane.
 __device__ __forceinline__ void prefetch_query(const UnionAttentionParams& p, int query, int kv_head, int lane) {
   constexpr int kLineElements = 128 / sizeof(__nv_bfloat16), kLinesPerHead = RowTile::kHeadDim / kLineElements;
-  static_assert(kLinesPerHead * RowTile::kHeadsPerKvHead == 32, "a line a lane");
+  static_assert(kLinesPerHead * RowTile::kMostHeads == 32, "a line a lane");
   const int head = lane / kLinesPerHead;
   if (query < 0 || head >= p.heads) return;
   ptx::prefetch_to_l2(p.q + query * p.q_token_stride + (kv_head * p.heads + head) * p.q_head_stride + lane % kLinesPerHead * kLineElements);
@@ -146,7 +153,7 @@ __device__ __forceinline__ void prefetch_query(const UnionAttentionParams& p, in
 // is as good for choosing. With two terms a second tile behind the first takes what the first leaves of every value; the scale is a power
 // of two then, so that the two hold all eight bits of a BF16 value. Rows that stay BF16 keep their values, times a power of two, so that huge
 // ones give no infinity.
-template <class Math>
+template <class Math, class Rows>
 __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, uint8_t* q_tile, float* row_scale, int query,
                                                int kv_head, int place, int lane, float softmax_scale_log2) {
   constexpr int kTerms = Math::kTerms;
@@ -165,7 +172,7 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
   };
   load(lane / kLanesPerRow);
 #pragma unroll 1
-  for (int head = lane / kLanesPerRow; head < RowTile::kHeadsPerKvHead; head += kRowsPerStep) {
+  for (int head = lane / kLanesPerRow; head < Rows::kHeads; head += kRowsPerStep) {
     uint4 raw[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) raw[v] = next[v];
@@ -219,7 +226,7 @@ __device__ __forceinline__ void quantise_query(const UnionAttentionParams& p, ui
       if (t == 0) return ptx::to_e4m3x4(a, b);
       return ptx::to_e4m3x4(__hsub2(a, ptx::round_to_e4m3(a)), __hsub2(b, ptx::round_to_e4m3(b)));
     };
-    const uint32_t row = RowTile::row_of(place, head);
+    const uint32_t row = Rows::row_of(place, head);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int vector = v * kLanesPerRow + part;
@@ -398,7 +405,7 @@ __device__ __forceinline__ void clear_fragments(uint32_t (&fragments)[kTerms][kB
 }
 
 // A warp's softmax of one block in two parts: only the first may run while a P V is in flight.
-template <class Math>
+template <class Math, class Rows>
 struct BlockSoftmax {
   bool member[RowTile::kRowsPerThread];    // by row of the pair: its query picked the page, and sees some of the block
   int last_key[RowTile::kRowsPerThread];   // and sees the block up to here
@@ -408,7 +415,7 @@ struct BlockSoftmax {
   __device__ __forceinline__ BlockSoftmax(uint32_t members, int first_token, const int (&limit)[RowTile::kRowsPerThread], int warp) {
 #pragma unroll
     for (int r = 0; r < RowTile::kRowsPerThread; ++r) {
-      member[r] = (members >> RowTile::query_of(warp, r)) & 1;
+      member[r] = (members >> Rows::query_of(warp, r)) & 1;
       last_key[r] = limit[r] - first_token;
     }
   }
@@ -520,13 +527,13 @@ __device__ __forceinline__ void add_half(const float (&sums)[ptx::kAccumulators]
 
 // Normalises a warp's rows and writes them to their queries' rows of the output; a query that saw nothing gets zeros, an absent one
 // (< 0) nothing.
-template <class Math>
+template <class Math, class Rows>
 __device__ __forceinline__ void write_rows(const UnionAttentionParams& p, const float (&o)[ptx::kAccumulators],
                                            const RowState (&state)[2], const int (&query)[2], int kv_head, int warp, int lane) {
   const float v_scale = p.v_scale * (p.v_scale_device ? *p.v_scale_device : 1.0f);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int head = RowTile::kHeadsPerWarp * (warp % 2) + (lane >> 2);
+    const int head = Rows::first_head(warp) + (lane >> 2);
     float sum = state[r].sum;
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);

@@ -171,8 +171,9 @@ CUtensorMap cache_map(const char* function, const char* name, const TensorView& 
   return map;
 }
 
-// out[i] = attention of query i over its own pages. `engine` is "stream" (groups of 8; needs `queue`, and of E4M3 caches the plan's pages
-// in `tiles`, v_cache is not read then) or "union8" (E4M3; groups of 8: the two-CTA kernel, groups of 4: the same without a cluster).
+// out[i] = attention of query i over its own pages. `engine` is "stream" (groups of 8, or of 16 with at most 8 heads per KV head; needs `queue`,
+// and of E4M3 caches the plan's pages in `tiles`, v_cache is not read then) or "union8" (E4M3; groups of 8: the two-CTA kernel, groups of 4: the
+// same without a cluster).
 // `precision` is "fp8" or, with the stream engine, "high": two E4M3 terms for a value of Q and of P. BF16 caches are multiplied in BF16 in either.
 void attention(ffi::String engine, ffi::String precision, TensorView q, TensorView k_cache, TensorView v_cache, TensorView slots, TensorView pages,
                TensorView masks, TensorView counts, TensorView queries, TensorView limits, Optional<TensorView> queue, Optional<TensorView> tiles,
@@ -185,7 +186,8 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
   const bool high_precision = precision == "high";
   require(high_precision || precision == "fp8", name, "precision must be fp8 or high");
   require(!high_precision || stream_engine, name, "precision high needs the stream engine");
-  require(group_size == 8 || (group_size == 4 && !stream_engine), name, "group_size must be 8, or 4 with the union8 engine");
+  require(group_size == 8 || group_size == (stream_engine ? 16 : 4), name, "group_size must be 8 or 16, 8 or 4 with the union8 engine");
+  require(masks.dtype().bits == (group_size <= 8 ? 8 : 32), name, "masks must be uint8, int32 for groups of more than 8");
   const bool bf16 = is_bf16(k_cache);
   require(bf16 == is_bf16(v_cache), name, "k_cache and v_cache must have one dtype");
   require(!bf16 || stream_engine, name, "BF16 caches need the stream engine");
@@ -195,8 +197,9 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
                                  tiles.value().size(1) == k_cache.size(0) / pw::RowTile::kPageSize),
           name, "tiles must be [kv_heads, pool pages, 16384]");
   require(!queue.has_value() || queue.value().size(0) == 2 + counts.numel(), name, "queue must be [2 + kv_heads * groups]");
-  require(kv_heads > 0 && q.size(1) % kv_heads == 0 && q.size(1) >= kv_heads && q.size(1) <= pw::RowTile::kHeadsPerKvHead * kv_heads, name,
-          "q must have 1 to 16 heads per KV head");
+  const int most_heads = group_size > 8 ? pw::TileRows<8>::kHeads : pw::TileRows<4>::kHeads;
+  require(kv_heads > 0 && q.size(1) % kv_heads == 0 && q.size(1) >= kv_heads && q.size(1) <= most_heads * kv_heads, name,
+          "q must have 1 to 16 heads per KV head, to 8 in groups of 16");
   require(q.size(2) == 128 && k_cache.size(2) == 128, name, "head dim 128 is built in");
   require(q.stride(2) == 1 && out.stride(2) == 1 && k_cache.stride(2) == 1 && v_cache.stride(2) == 1, name,
           "the last dimension of q, out, k_cache and v_cache must be contiguous");
@@ -210,7 +213,7 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
   params.out_head_stride = out.stride(1);
   params.slots = data<const int32_t>(slots);
   params.pages = data<const int32_t>(pages);
-  params.masks = data<const uint8_t>(masks);
+  params.masks = masks.data_ptr();
   params.counts = data<const int32_t>(counts);
   params.queries = data<const int32_t>(queries);
   params.limits = data<const int32_t>(limits);
@@ -228,11 +231,16 @@ void attention(ffi::String engine, ffi::String precision, TensorView q, TensorVi
 
   const cudaStream_t stream = current_stream(q);
   if (stream_engine) {
-    auto launch = [&](auto math) {
+    auto launch_rows = [&](auto math, auto rows) {
       using Math = decltype(math);
+      using Rows = decltype(rows);
       const CUtensorMap k_map = cache_map(name, "k_cache", k_cache, Math::kBlockTokens);
       const CUtensorMap v_map = Math::kBf16 ? cache_map(name, "v_cache", v_cache, Math::kBlockTokens) : k_map;
-      check_cuda(pw::launch_stream_attention<pw::StreamTraits<2, Math>>(k_map, v_map, params, kv_heads, multiprocessors(name), stream), name);
+      check_cuda(pw::launch_stream_attention<pw::StreamTraits<2, Math, Rows>>(k_map, v_map, params, kv_heads, multiprocessors(name), stream), name);
+    };
+    auto launch = [&](auto math) {
+      if (group_size == 8) launch_rows(math, pw::TileRows<4>{});
+      else launch_rows(math, pw::TileRows<8>{});
     };
     if (bf16) launch(pw::Bf16Math{});
     else if (high_precision) launch(pw::E4m3Math<2>{});

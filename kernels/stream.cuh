@@ -2,10 +2,11 @@
 // consumer warpgroups. V of an E4M3 cache comes as transposed tiles (value_tiles.cuh), so nothing but copies stands between L2 and the tensor
 // cores. A BF16 cache is multiplied in BF16, V as it lies in the cache; a page goes in two blocks of 64 tokens then (in E4M3 a block is a page).
 //
-// One persistent CTA an SM draws groups from a queue. kConsumers warpgroups own 4 queries x 16 heads of the group each, and share
-// its blocks but not their pace: the ring is kStages blocks deep, and a consumer skips blocks that none of its queries picked. The
-// producer warpgroup's first warp draws groups and copies blocks, in BF16 of K only: V has a warp of its own. The others quantise the queries of
-// the next group while this one's blocks are walked.
+// One persistent CTA an SM draws groups from a queue. kConsumers warpgroups own a tile of the group each, 4 queries x 16 heads or, where a KV
+// head has no more than 8, 8 x 8: a group has twice the queries then, and needs fewer rounds a query. They share the group's blocks but not their
+// pace: the ring is kStages blocks deep, and a consumer skips blocks that none of its queries picked. The producer warpgroup's first warp draws
+// groups and copies blocks, in BF16 of K only: V has a warp of its own. The others quantise the queries of the next group while this one's blocks
+// are walked.
 //
 //   Barrier                completes when                                      waited for by
 //   k_ready   [stage]      K of the block has landed                           consumers, before S = Q K^T; V's warp, before it loads V
@@ -41,6 +42,8 @@
 //   probabilities | wait S's second half | free K(n + 1) | the other half; as above from the reference on | wait v_ready(n + 1)
 #pragma once
 
+#include <type_traits>
+
 #include "attention.cuh"
 #include "ptx/dependent_launch.cuh"
 
@@ -48,16 +51,18 @@ namespace pw {
 
 // ---------------------------------------------------------------- Types
 
-template <int kConsumers_, class Math_>
+template <int kConsumers_, class Math_, class Rows_>
 struct StreamTraits {
   using Math = Math_;
+  using Rows = Rows_;
   static constexpr int kConsumers = kConsumers_;
-  static constexpr int kGroupSize = kConsumers * RowTile::kQueries;
+  static constexpr int kGroupSize = kConsumers * Rows::kQueries;
+  using Mask = std::conditional_t<kGroupSize <= 8, uint8_t, int32_t>;  // as in UnionPrepTraits
   static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
-  static constexpr int kChunks = kMaxUnion / 32;     // a lane of the loading warp holds every 32nd entry of a page list
   static constexpr int kThreads = RowTile::kThreads * (kConsumers + 1);
   static constexpr int kBlocksPerPage = Math::kBlocksPerPage;
-  static constexpr int kStages = Math::kQBytes == RowTile::kQBytes ? 6 : 5;  // of 32 KiB; with Q's 32 or 64 KiB 224 of the SM's 227 KiB
+  // Of 32 KiB; with Q's 32 or 64 KiB 224 of the SM's 227 KiB in groups of 8. The list of a group of 16 takes one of them.
+  static constexpr int kStages = (Math::kQBytes == RowTile::kQBytes ? 6 : 5) - (kGroupSize > 8);
   static constexpr int kGroupSlots = 2;  // of quantised queries: the group that is walked and the next
   static constexpr int kDraws = 2;       // numbers of groups on their way to the quantising warps
   // Blocks of a group that are left to load when the next group is drawn: long enough before for its queries to be quantised in time, and
@@ -75,25 +80,34 @@ struct StreamTraits {
   static constexpr int kConsumerRegisters = 216;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters,
                 "more registers than the launch gives");
-  static_assert(kGroupSize <= 8 && kMaxUnion % 32 == 0, "masks are bytes; whole chunks");
+  static_assert(kGroupSize <= 16, "bits of a mask");
+
+  // Consumer c's part of a mask over the group's slots.
+  __device__ __forceinline__ static uint32_t members_of(uint32_t mask, int c) {
+    return (mask >> (c * Rows::kQueries)) & ((1u << Rows::kQueries) - 1);
+  }
 };
 
 // Where a consumer goes next. Every block carries this for each consumer, and every group the first one.
 struct alignas(8) NextBlock {
-  uint32_t number;  // of all blocks that go through the ring; block n uses slot n % kStages
-  uint32_t meta;    // members among the consumer's four queries, or 0: no block; kFar; position in blocks << kPositionShift
+  uint32_t place;  // number of all blocks that go through the ring, of which block n uses slot n % kStages; kSecondHalf; kFar
+  uint32_t meta;   // members among the consumer's queries, or 0: no block; logical page << kPageShift
 
+  __device__ __forceinline__ uint32_t number() const { return place & kNumber; }
   __device__ __forceinline__ uint32_t members() const { return meta & kMembers; }
-  __device__ __forceinline__ bool is_far() const { return (meta & kFar) != 0; }
+  __device__ __forceinline__ bool is_far() const { return (place & kFar) != 0; }
   template <class Math>
   __device__ __forceinline__ int first_token() const {
-    return static_cast<int>(meta >> kPositionShift) * Math::kBlockTokens;
+    const int half = Math::kBlocksPerPage > 1 && (place & kSecondHalf) != 0 ? Math::kBlockTokens : 0;
+    return static_cast<int>(meta >> kPageShift) * RowTile::kPageSize + half;
   }
 
-  static constexpr uint32_t kMembers = (1u << RowTile::kQueries) - 1;
+  static constexpr uint32_t kMembers = 0xFF;
+  static constexpr int kPageShift = 8;  // positions are 32 bits wide, so that 24 hold a page's number
+  static constexpr uint32_t kSecondHalf = 1u << 30;
   // Further behind this block than the ring is deep. It may only be issued once V of this block is freed, so P V must not wait for it.
-  static constexpr uint32_t kFar = 1u << 4;
-  static constexpr int kPositionShift = 6;  // 26 bits for positions of 32, in blocks of at least 64
+  static constexpr uint32_t kFar = 1u << 31;
+  static constexpr uint32_t kNumber = kSecondHalf - 1;  // of a CTA's whole queue: a billion blocks
 };
 
 template <class Traits>
@@ -106,19 +120,29 @@ struct StreamGroup {
 };
 constexpr int32_t kNoWork = -1;
 
-// A page of the group that is loaded.
-struct alignas(8) ListedPage {
-  uint32_t slot_and_late;  // physical page << kPageShift; bit r: slot r of the group sees some of the page's second half (BF16)
-  uint32_t page_and_mask;  // logical page << kPageShift; bit r: slot r of the group picked the page and sees some of it
+// A page of the group that is loaded: the physical one, the logical one, and bit r of two masks: slot r of the group picked the page and sees
+// some of it; it sees some of the page's second half (BF16).
+template <int kGroupSize>
+struct alignas(16) ListedPage {
+  uint32_t physical, logical, masks;
 
-  static constexpr int kPageShift = 8;  // positions are 32 bits wide, so that 24 hold a page's number
-  __device__ __forceinline__ int slot() const { return static_cast<int>(slot_and_late >> kPageShift); }
-  __device__ __forceinline__ uint32_t page() const { return page_and_mask >> kPageShift; }
-  __device__ __forceinline__ uint32_t members(int c) const { return members_of(page_and_mask, c); }
-  // Consumer c's part of a mask over the group's slots.
-  __device__ __forceinline__ static uint32_t members_of(uint32_t mask, int c) {
-    return (mask >> (c * RowTile::kQueries)) & NextBlock::kMembers;
-  }
+  __device__ __forceinline__ ListedPage(uint32_t slot, uint32_t page, uint32_t mask, uint32_t late)
+      : physical(slot), logical(page), masks(late << 16 | mask) {}
+  __device__ __forceinline__ uint32_t slot() const { return physical; }
+  __device__ __forceinline__ uint32_t page() const { return logical; }
+  __device__ __forceinline__ uint32_t mask() const { return masks & 0xFFFF; }
+  __device__ __forceinline__ uint32_t late() const { return masks >> 16; }
+};
+template <>
+struct alignas(8) ListedPage<8> {
+  uint32_t slot_and_late, page_and_mask;  // a page's number has 24 bits, see NextBlock; no memory holds as many physical pages
+
+  __device__ __forceinline__ ListedPage(uint32_t slot, uint32_t page, uint32_t mask, uint32_t late)
+      : slot_and_late(slot << 8 | late), page_and_mask(page << 8 | mask) {}
+  __device__ __forceinline__ uint32_t slot() const { return slot_and_late >> 8; }
+  __device__ __forceinline__ uint32_t page() const { return page_and_mask >> 8; }
+  __device__ __forceinline__ uint32_t mask() const { return page_and_mask & 0xFF; }
+  __device__ __forceinline__ uint32_t late() const { return slot_and_late & 0xFF; }
 };
 
 // The list's group.
@@ -133,7 +157,7 @@ struct alignas(1024) StreamSharedStorage {
   uint8_t k[Traits::kStages][RowTile::kTileBytes];
   uint8_t v[Traits::kStages][RowTile::kTileBytes];  // V^T of a page in E4M3, V of half a page in BF16
   uint8_t q[Traits::kGroupSlots][Traits::kConsumers][Traits::Math::kQBytes];
-  ListedPage list[Traits::kMaxUnion];  // the loading warps' own, as all up to `next`
+  ListedPage<Traits::kGroupSize> list[Traits::kMaxUnion];  // the loading warps' own, as all up to `next`
   uint8_t distance[Traits::kMaxUnion][Traits::kConsumers];
   ListHead head;
   StreamGroup<Traits> groups[Traits::kGroupSlots];
@@ -163,26 +187,32 @@ struct RingPosition {
 
 // ---------------------------------------------------------------- Loading warp
 
-// A group's page list, spread over the warp: lane l holds entries l, l + 32, ... Everything is read before anything is needed.
+// Entries of a group's page list, spread over the warp: lane l holds entries l, l + 32, ... behind the first. Everything is read before
+// anything is needed.
 template <class Traits>
 struct GroupPages {
+  static constexpr int kChunks = 4, kEntries = 32 * kChunks;  // all of a group of 8, half of a group of 16, which seldom has more
+  static_assert(Traits::kMaxUnion == kEntries || Traits::kMaxUnion == 2 * kEntries, "one half or two");
   int limit;  // of the slot that is this lane's number
-  int slot[Traits::kChunks], page[Traits::kChunks];
-  uint32_t mask[Traits::kChunks];
+  int slot[kChunks], page[kChunks];
+  uint32_t mask[kChunks];
 
-  __device__ __forceinline__ void fetch(const UnionAttentionParams& p, int64_t row, int lane) {
+  __device__ __forceinline__ void fetch(const UnionAttentionParams& p, int64_t row, int first, int lane) {
     limit = lane < Traits::kGroupSize ? __ldg(p.limits + row * Traits::kGroupSize + lane) : -1;
-    const int64_t own = row * p.max_union + lane;
+    const int64_t own = row * p.max_union + first + lane;
     const int32_t *own_slot = p.slots + own, *own_page = p.pages + own;
-    const uint8_t* own_mask = p.masks + own;
+    const auto* own_mask = static_cast<const typename Traits::Mask*>(p.masks) + own;
 #pragma unroll
-    for (int i = 0; i < Traits::kChunks; ++i) {
-      const bool there = lane + 32 * i < p.max_union;  // behind the union masks are 0
+    for (int i = 0; i < kChunks; ++i) {
+      const bool there = first + lane + 32 * i < p.max_union;  // behind the union masks are 0
       slot[i] = there ? __ldg(own_slot + 32 * i) : -1;
       page[i] = there ? __ldg(own_page + 32 * i) : 0;
       mask[i] = there ? __ldg(own_mask + 32 * i) : 0;
     }
   }
+
+  // Whether the union may go on behind these entries: the last one is used.
+  __device__ __forceinline__ bool are_full() const { return __shfl_sync(~0u, mask[kChunks - 1], 31) != 0; }
 
   // The last position that a query of the group sees. Called by a whole warp.
   __device__ __forceinline__ int last_position() const { return __reduce_max_sync(~0u, limit); }
@@ -202,11 +232,11 @@ struct GroupPages {
     for (int r = 0; r < Traits::kGroupSize; ++r) {
       const int seen = __shfl_sync(~0u, limit, r);
 #pragma unroll
-      for (int i = 0; i < Traits::kChunks; ++i)
+      for (int i = 0; i < kChunks; ++i)
         if (seen < page[i] * RowTile::kPageSize) mask[i] &= ~(1u << r);
     }
 #pragma unroll
-    for (int i = 0; i < Traits::kChunks; ++i)
+    for (int i = 0; i < kChunks; ++i)
       if (slot[i] < 0) mask[i] = 0;
   }
 };
@@ -225,25 +255,26 @@ __device__ __forceinline__ int draw_group(const UnionAttentionParams& p, StreamS
   return work;
 }
 
-// Writes the list of the group's pages that somebody sees, in the order of the union, and for each page and consumer the distance to
-// the next page that has a member of the consumer (0: none). Returns the number of blocks: all of the pages but a second half of the last
-// that nobody sees; first[c]: first page of consumer c, or -1.
+// Writes the pages that somebody sees behind the first `count` entries of the group's list, in the order of the union; returns how many the
+// list then has.
 template <class Traits>
-__device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, StreamSharedStorage<Traits>& shared, int lane,
-                                          int (&first)[Traits::kConsumers]) {
-  int count = 0;
-  __syncwarp();  // the last group's list has been read
+__device__ __forceinline__ int list_seen_pages(const GroupPages<Traits>& group, StreamSharedStorage<Traits>& shared, int count, int lane) {
 #pragma unroll
-  for (int i = 0; i < Traits::kChunks; ++i) {
+  for (int i = 0; i < group.kChunks; ++i) {
     const bool seen = group.mask[i] != 0;
     const uint32_t all = __ballot_sync(~0u, seen);
     const int entry = count + __popc(all & ((1u << lane) - 1));
     const uint32_t late = Traits::kBlocksPerPage > 1 ? group.late_mask(i) : 0;
-    if (seen)
-      shared.list[entry] = {static_cast<uint32_t>(group.slot[i]) << ListedPage::kPageShift | late,
-                            static_cast<uint32_t>(group.page[i]) << ListedPage::kPageShift | group.mask[i]};
+    if (seen) shared.list[entry] = {static_cast<uint32_t>(group.slot[i]), static_cast<uint32_t>(group.page[i]), group.mask[i], late};
     count += __popc(all);
   }
+  return count;
+}
+
+// Writes for each of the list's `count` pages and each consumer the distance to the next page that has a member of the consumer (0: none).
+// Returns the number of blocks: all of the pages but a second half of the last that nobody sees; first[c]: first page of consumer c, or -1.
+template <class Traits>
+__device__ __forceinline__ int link_pages(StreamSharedStorage<Traits>& shared, int count, int lane, int (&first)[Traits::kConsumers]) {
   __syncwarp();
   int next[Traits::kConsumers];  // the first page of each consumer behind the chunk
 #pragma unroll
@@ -251,10 +282,10 @@ __device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, Strea
 #pragma unroll 1
   for (int begin = (count - 1) / 32 * 32; begin >= 0; begin -= 32) {
     const int entry = begin + lane;
-    const ListedPage page = entry < count ? shared.list[entry] : ListedPage{0, 0};
+    const uint32_t mask = entry < count ? shared.list[entry].mask() : 0;
 #pragma unroll
     for (int c = 0; c < Traits::kConsumers; ++c) {
-      const uint32_t own = __ballot_sync(~0u, page.members(c) != 0);
+      const uint32_t own = __ballot_sync(~0u, Traits::members_of(mask, c) != 0);
       const uint32_t later = lane == 31 ? 0 : own & (~0u << (lane + 1));
       const int following = later != 0 ? begin + __ffs(later) - 1 : next[c];
       if (entry < count) shared.distance[entry][c] = following < 0 ? 0 : following - entry;
@@ -264,7 +295,7 @@ __device__ __forceinline__ int list_pages(const GroupPages<Traits>& group, Strea
 #pragma unroll
   for (int c = 0; c < Traits::kConsumers; ++c) first[c] = next[c];
   __syncwarp();
-  if constexpr (Traits::kBlocksPerPage > 1) return 2 * count - (count > 0 && static_cast<uint8_t>(shared.list[count - 1].slot_and_late) == 0);
+  if constexpr (Traits::kBlocksPerPage > 1) return 2 * count - (count > 0 && shared.list[count - 1].late() == 0);
   return count;
 }
 
@@ -279,21 +310,21 @@ struct BlockCopier {
 
   // A block as the loop below counts them, from the group's first page on: the page of the list it is of, and its members.
   struct Block {
-    ListedPage page;
+    ListedPage<Traits::kGroupSize> page;
     int entry, half;
-    uint32_t mask;  // its low bits: the block's members
+    uint32_t mask;  // the block's members
 
-    __device__ __forceinline__ uint32_t members(int c) const { return ListedPage::members_of(mask, c); }
+    __device__ __forceinline__ uint32_t members(int c) const { return Traits::members_of(mask, c); }
     __device__ __forceinline__ int first_token() const {
       return static_cast<int>(page.page()) * RowTile::kPageSize + half * Math::kBlockTokens;
     }
-    __device__ __forceinline__ int first_slot() const { return page.slot() * RowTile::kPageSize + half * Math::kBlockTokens; }
+    __device__ __forceinline__ int first_slot() const { return static_cast<int>(page.slot()) * RowTile::kPageSize + half * Math::kBlockTokens; }
   };
 
   __device__ __forceinline__ Block get(int block) const {
     const int entry = block / kBlocksPerPage, half = block % kBlocksPerPage;
-    const ListedPage page = shared.list[entry];
-    return {page, entry, half, half == 0 ? page.page_and_mask : page.slot_and_late};
+    const auto page = shared.list[entry];
+    return {page, entry, half, half == 0 ? page.mask() : page.late()};
   }
 
   // Consumers without a member skip the block.
@@ -322,16 +353,16 @@ struct KeyCopier : BlockCopier<Traits> {
 
   // Where consumer c goes from here: to the first half of the page `pages` further on in the list.
   __device__ __forceinline__ NextBlock describe(int c, int entry, int half, int pages) const {
-    const ListedPage page = shared.list[entry + pages];
+    const auto page = shared.list[entry + pages];
     const int distance = pages * kBlocksPerPage - half;
     const uint32_t far = distance > Traits::kStages ? NextBlock::kFar : 0;
-    return {loaded + distance, page.page() * kBlocksPerPage << NextBlock::kPositionShift | far | page.members(c)};
+    return {loaded + distance | far, page.page() << NextBlock::kPageShift | Traits::members_of(page.mask(), c)};
   }
 
   __device__ __forceinline__ NextBlock next_of(int c, const Block& block) const {
     if constexpr (kBlocksPerPage > 1) {
-      const uint32_t late = ListedPage::members_of(block.page.slot_and_late, c);
-      if (block.half == 0 && late != 0) return {loaded + 1, (block.page.page() * kBlocksPerPage + 1) << NextBlock::kPositionShift | late};
+      const uint32_t late = Traits::members_of(block.page.late(), c);
+      if (block.half == 0 && late != 0) return {loaded + 1 | NextBlock::kSecondHalf, block.page.page() << NextBlock::kPageShift | late};
     }
     const int pages = shared.distance[block.entry][c];
     return pages == 0 ? NextBlock{0, 0} : describe(c, block.entry, block.half, pages);
@@ -416,15 +447,23 @@ __device__ __forceinline__ void load_groups(const CUtensorMap& map, const UnionA
     const int work = __shfl_sync(~0u, next_work, 0);
     if (work == kNoWork) break;
     GroupPages<Traits> pages;
-    pages.fetch(p, work, lane);
+    pages.fetch(p, work, 0, lane);
+    const bool two_halves = Traits::kMaxUnion > pages.kEntries && pages.are_full();
     pages.drop_unseen();
     if constexpr (!kLoadsValues) {
       ptx::mbarrier_wait(&shared.list_read, list_ring.phase ^ 1);
       __syncwarp();  // a lane that still waits must not see the barrier move on twice
       list_ring.advance();
     }
+    __syncwarp();  // the last group's list has been read
+    int listed = list_seen_pages(pages, shared, 0, lane);
+    if (two_halves) {
+      pages.fetch(p, work, pages.kEntries, lane);
+      pages.drop_unseen();
+      listed = list_seen_pages(pages, shared, listed, lane);
+    }
     int first[Traits::kConsumers];
-    const int count = list_pages(pages, shared, lane, first);
+    const int count = link_pages(shared, listed, lane, first);
     if constexpr (!kLoadsValues) {
       int hidden = 0;
       if (count > 0) {
@@ -517,6 +556,7 @@ __device__ __forceinline__ void load_values(const CUtensorMap& map, const UnionA
 
 template <class Traits>
 __device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared, int number, int lane) {
+  using Rows = typename Traits::Rows;
   const float softmax_scale_log2 = p.softmax_scale_log2 * (p.k_scale_device ? *p.k_scale_device : 1.0f);
   RingPosition<Traits::kGroupSlots> ring;
   RingPosition<Traits::kDraws> draws;
@@ -541,15 +581,15 @@ __device__ __forceinline__ void quantise_groups(const UnionAttentionParams& p, S
         prefetch_query(p, __ldg(p.queries + static_cast<int64_t>(work) * Traits::kGroupSize + r), kv_head, lane);
 #pragma unroll 1
       for (int r = number; r < Traits::kGroupSize; r += Traits::kQuantisingWarps) {
-        const int consumer = r / RowTile::kQueries;
+        const int consumer = r / Rows::kQueries;
         const int64_t slot = static_cast<int64_t>(work) * Traits::kGroupSize + r;
         const int query = __ldg(p.queries + slot), limit = __ldg(p.limits + slot);
         if (lane == 0) {
           group.queries[r] = query;
           group.limits[r] = limit;
         }
-        quantise_query<typename Traits::Math>(p, shared.q[ring.stage][consumer], group.row_scale[consumer], query, kv_head,
-                                       r % RowTile::kQueries, lane, softmax_scale_log2);
+        quantise_query<typename Traits::Math, Rows>(p, shared.q[ring.stage][consumer], group.row_scale[consumer], query, kv_head,
+                                                    r % Rows::kQueries, lane, softmax_scale_log2);
       }
       ptx::fence_proxy_async_shared();
     }
@@ -565,13 +605,14 @@ template <class Traits>
 __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSharedStorage<Traits>& shared, int number, int warp,
                                         int lane) {
   using Math = typename Traits::Math;
+  using Rows = typename Traits::Rows;
   // What the loading warp has written is read by the lane that hands it back, and passed to the warp.
   auto read = [&](const NextBlock& entry) {
     NextBlock block{};
     if (lane == 0) block = entry;
     return block;
   };
-  auto pass = [](const NextBlock& block) { return NextBlock{__shfl_sync(~0u, block.number, 0), __shfl_sync(~0u, block.meta, 0)}; };
+  auto pass = [](const NextBlock& block) { return NextBlock{__shfl_sync(~0u, block.place, 0), __shfl_sync(~0u, block.meta, 0)}; };
   auto release = [&](uint64_t* barrier) {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier);
@@ -581,7 +622,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
   auto wait_for = [&](const NextBlock& block) {
     ptx::mbarrier_wait(&shared.issued[number][own % Traits::kIssued], own / Traits::kIssued & 1);
     ++own;
-    const RingPosition<Traits::kStages> at{static_cast<int>(block.number % Traits::kStages), block.number / Traits::kStages & 1};
+    const RingPosition<Traits::kStages> at{static_cast<int>(block.number() % Traits::kStages), block.number() / Traits::kStages & 1};
     ptx::mbarrier_wait(&shared.k_ready[at.stage], at.phase);
     return at;
   };
@@ -594,8 +635,8 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
     const StreamGroup<Traits>& group = shared.groups[g];
     const int work = group.work;
     if (work == kNoWork) break;
-    const int slot = number * RowTile::kQueries + RowTile::query_of(warp, 0);
-    const int limit[2] = {group.limits[slot], group.limits[slot + 2]};
+    const int slot = number * Rows::kQueries + Rows::query_of(warp, 0);
+    const int limit[2] = {group.limits[slot], group.limits[slot + Rows::kPairs]};
     const float* row_scale = group.row_scale[number] + 16 * warp + (lane >> 2);
     const float scale[2] = {row_scale[0], row_scale[8]};
     const uint64_t q_descriptor = ptx::wgmma_descriptor(shared.q[g][number]);
@@ -614,7 +655,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       if constexpr (Math::kTerms > 1) {
         // Softmax of `block` from S in halves, as they come; frees its K.
         auto softmax_of_halves = [&] {
-          BlockSoftmax<Math> softmax(block.members(), block.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math, Rows> softmax(block.members(), block.first_token<Math>(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_some_registers<0, kHalf>(s);
           softmax.template begin<0, Math::kRowLogits / 2>(s, state, scale, lane);
@@ -686,7 +727,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
         ptx::pin_registers(s);
         release(&shared.k_free[at.stage]);
         {
-          BlockSoftmax<Math> softmax(block.members(), block.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math, Rows> softmax(block.members(), block.first_token<Math>(), limit, warp);
           softmax.begin(s, state, scale, lane);
           softmax.finish(s, state, scale, o, fragments, lane);
         }
@@ -705,7 +746,7 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
           ptx::wgmma_commit();
           block = next;
           next = pass(after);
-          BlockSoftmax<Math> softmax(block.members(), block.first_token<Math>(), limit, warp);
+          BlockSoftmax<Math, Rows> softmax(block.members(), block.first_token<Math>(), limit, warp);
           ptx::wgmma_wait<1>();
           ptx::pin_registers(s);
           softmax.begin(s, state, scale, lane);
@@ -728,10 +769,10 @@ __device__ __forceinline__ void consume(const UnionAttentionParams& p, StreamSha
       }
       block = next;
     }
-    const int query[2] = {group.queries[slot], group.queries[slot + 2]};
+    const int query[2] = {group.queries[slot], group.queries[slot + Rows::kPairs]};
     ptx::mbarrier_arrive(&shared.done[g]);  // every lane: each has read what lies in the group's slot
     group_ring.advance();
-    write_rows<Math>(p, o, state, query, work / p.groups, warp, lane);
+    write_rows<Math, Rows>(p, o, state, query, work / p.groups, warp, lane);
   }
 }
 

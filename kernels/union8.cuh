@@ -7,7 +7,7 @@
 // every row meets its own pages in ascending order: the result of a query does not depend on the group it is in.
 //
 // Mapping: a cluster of kClusterSize CTAs runs one group. Each CTA is one warpgroup and owns 4 queries x 16 heads = 64 rows
-// of M64 wgmma. Two warps share two queries, 8 heads each (RowTile in attention.cuh): of a thread's two rows one belongs to
+// of M64 wgmma. Two warps share two queries, 8 heads each (TileRows in attention.cuh): of a thread's two rows one belongs to
 // query w / 2 of warp w, the other to query w / 2 + 2, so membership is uniform in a warp for either row. kClusterSize 2 is
 // Union8 (the paper's kernel), 1 is Union4.
 //
@@ -39,8 +39,9 @@ namespace pw {
 
 template <int kClusterSize_>
 struct UnionTraits {
+  using Rows = TileRows<4>;
   static constexpr int kClusterSize = kClusterSize_;
-  static constexpr int kGroupSize = kClusterSize * RowTile::kQueries;
+  static constexpr int kGroupSize = kClusterSize * Rows::kQueries;
   static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
   static constexpr int kStages = 2;
   static constexpr int kSharePerCta = RowTile::kTileBytes / kClusterSize;  // what one CTA loads for all of the cluster
@@ -73,6 +74,7 @@ template <class Traits>
 __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __cluster_dims__(Traits::kClusterSize, 1, 1)
     union_attention_kernel(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                            const __grid_constant__ UnionAttentionParams p) {
+  using Rows = typename Traits::Rows;
   extern __shared__ uint8_t raw_shared[];
   auto& shared = *reinterpret_cast<UnionSharedStorage<Traits>*>(raw_shared);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -86,8 +88,9 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
   for (int r = 0; r < Traits::kGroupSize; ++r) spare &= group_queries[r] < 0;
   if (spare) return;  // all slots are empty, for both CTAs
   const int count = min(p.counts[group], Traits::kMaxUnion);
-  const int slot = rank * RowTile::kQueries + RowTile::query_of(warp, 0);
-  const int query[2] = {group_queries[slot], group_queries[slot + 2]}, limit[2] = {group_limits[slot], group_limits[slot + 2]};
+  const int slot = rank * Rows::kQueries + Rows::query_of(warp, 0);
+  const int query[2] = {group_queries[slot], group_queries[slot + Rows::kPairs]};
+  const int limit[2] = {group_limits[slot], group_limits[slot + Rows::kPairs]};
 
   // -------- Set-up: barriers, the group's page list, Q
   if (threadIdx.x == 0) {
@@ -104,14 +107,14 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
   if (threadIdx.x < count) {
     const int64_t at = group * p.max_union + threadIdx.x;
     const int page = p.pages[at], slot = p.slots[at];
-    uint32_t mask = p.masks[at];
+    uint32_t mask = static_cast<const uint8_t*>(p.masks)[at];
     for (int r = 0; r < Traits::kGroupSize; ++r)
       if (group_limits[r] < page * RowTile::kPageSize) mask &= ~(1u << r);
     if (slot < 0) mask = 0;
     shared.entries[threadIdx.x] = {max(slot, 0), static_cast<uint32_t>(page) | mask << kMaskShift};
   }
   const float softmax_scale_log2 = p.softmax_scale_log2 * (p.k_scale_device ? *p.k_scale_device : 1.0f);
-  quantise_query<E4m3Math<1>>(p, shared.q, shared.row_scale, group_queries[rank * RowTile::kQueries + warp], kv_head, warp, lane, softmax_scale_log2);
+  quantise_query<E4m3Math<1>, Rows>(p, shared.q, shared.row_scale, group_queries[rank * Rows::kQueries + warp], kv_head, warp, lane, softmax_scale_log2);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if constexpr (Traits::kClusterSize > 1) {  // no copy may reach a CTA whose barriers are not ready
@@ -158,7 +161,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
     const uint32_t parity = (i / Traits::kStages) & 1;
     const uint32_t page_and_mask = shared.entries[i].page_and_mask;
     const int first_token = (page_and_mask & kPageBits) * RowTile::kPageSize;
-    const uint32_t members = (page_and_mask >> (kMaskShift + rank * RowTile::kQueries)) & 0xF;
+    const uint32_t members = (page_and_mask >> (kMaskShift + rank * Rows::kQueries)) & 0xF;
     // Every warp arrives, after it has itself seen the page, or the barrier's phases could run ahead of a slow warp.
     auto release_slot = [&] {
       __syncwarp();
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
       release_slot();
 
       uint32_t fragments[1][kBlockSteps][4];  // P, one term
-      BlockSoftmax<E4m3Math<1>> softmax(members, first_token, limit, warp);
+      BlockSoftmax<E4m3Math<1>, Rows> softmax(members, first_token, limit, warp);
       softmax.begin(logits, state, scale, lane);
       softmax.finish(logits, state, scale, o, fragments, lane);
       __syncthreads();  // V^T is complete; all warps are past the P V of the page before the last
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
   ptx::wgmma_wait<0>();
   ptx::pin_registers(o);
 
-  write_rows<E4m3Math<1>>(p, o, state, query, kv_head, warp, lane);
+  write_rows<E4m3Math<1>, Rows>(p, o, state, query, kv_head, warp, lane);
   if constexpr (Traits::kClusterSize > 1) {  // the peer may still arrive at this CTA's barriers, or copy into its slots
     ptx::cluster_arrive();  // after this CTA's last arrivals at the peer's barriers
     ptx::cluster_wait();

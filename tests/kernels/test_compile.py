@@ -26,9 +26,10 @@ MOST_REGISTERS = {
     "union_prep_kernel<16>": 64,
     "value_tile_kernel": 128,
 }
-# With one and with two CTAs a cluster; with two consumers and Q and P in one term (precision fp8), in two (high) and in
-# BF16, which has no number of terms.
-STREAM = {"stream_attention_kernel<2, 1>", "stream_attention_kernel<2, 2>", "stream_attention_kernel<2>"}
+# With two consumers, Q and P in one term (precision fp8), in two (high) or in BF16, which has no number of terms, and
+# 4 or 8 queries in a tile.
+STREAM = {f"stream_attention_kernel<2, {terms}{queries}>" for terms in ("1, ", "2, ", "") for queries in (4, 8)}
+# With one and with two CTAs a cluster.
 ATTENTION = {"union_attention_kernel<1>", "union_attention_kernel<2>"} | STREAM
 MOST_SMEM = {
     "regroup_kernel<64>": 25 * 1024,
