@@ -315,7 +315,7 @@ def sparse_prefill(
     perm = None
     if measurement is not None and torch.cuda.is_current_stream_capturing():
         measurement = None  # every replay would count again
-    if _regroups(config, decision, kv_heads * tokens, k):
+    if _regroups(config, decision, kv_heads * tokens, k, plan.group_size):
         perm = (
             workspace.perm(tokens)
             if workspace is not None
@@ -368,11 +368,11 @@ def sparse_prefill(
     return out
 
 
-def _regroups(config: Config, decision: Decision | None, rows: int, topk: int) -> bool:
-    """Whether a call of ``rows`` (query, KV head) pairs regroups."""
+def _regroups(config: Config, decision: Decision | None, rows: int, topk: int, union: int) -> bool:
+    """Whether a call of ``rows`` (query, KV head) pairs in groups of ``union`` regroups."""
     if config.mode != "auto":
         return config.mode == "pageweaver"
-    return can_pay(config, rows, topk) if decision is None else decision.regroup
+    return can_pay(config, rows, topk, union) if decision is None else decision.regroup
 
 
 def _on_cuda(tensor: object) -> bool:

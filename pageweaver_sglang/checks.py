@@ -320,11 +320,12 @@ def _scale(function: str, name: str, value: Any, device: torch.device) -> None:
         _fail(ValueError, function, name, f"on {device} like the other arguments", f"a tensor on {value.device}")
 
 
-def check_history(config: Any, *, page_size: Any, max_keys: Any) -> None:
+def check_history(config: Any, *, page_size: Any, heads_per_kv_head: Any, max_keys: Any) -> None:
     """Raise TypeError or ValueError unless a :class:`pageweaver_sglang.History` can be made of these."""
     if not isinstance(config, Config):
         _fail(TypeError, "History", "config", "a pageweaver_sglang.Config", describe(config))
     _integer("History", "page_size", page_size, 1)
+    _integer("History", "heads_per_kv_head", heads_per_kv_head, 1)
     _integer("History", "max_keys", max_keys, 1)
 
 

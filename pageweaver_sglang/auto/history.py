@@ -15,6 +15,7 @@ import torch
 from .. import checks
 from ..capture.snapshot import HostLengths
 from ..config import Config
+from ..cuda import support
 from ..plan import GROUP_SIZE
 from . import model
 from .readback import Measurement, Readback
@@ -72,18 +73,20 @@ class _Key:
     pending: Measurement | None = None
     pending_rows: int = 0
     pending_call: int = 0
-    rows_kept: int = 0
-    """Rows in original order since the last measurement began."""
+    kept_us: float = 0.0
+    """Time of the calls in original order since the last measurement began, at the least."""
 
     def saved_per_row(self) -> float | None:
         rows = sum(rows for rows, _ in self.measured)
         return sum(saved for _, saved in self.measured) / rows if rows else None
 
 
-def can_pay(config: Config, rows: int, topk: int) -> bool:
-    """Whether regrouping ``rows`` (query, KV head) pairs could gain anything, whatever they picked."""
+def can_pay(config: Config, rows: int, topk: int, union: int = GROUP_SIZE) -> bool:
+    """Whether regrouping ``rows`` (query, KV head) pairs could gain anything in groups of ``union``, whatever they
+    picked.
+    """
     most = model.most_saved_per_row(topk)
-    return model.gain_us(rows, most, window=config.window, engine=config.engine) > 0
+    return model.gain_us(rows, most, window=config.window, engine=config.engine, union=union) > 0
 
 
 class History:
@@ -92,19 +95,22 @@ class History:
     Args:
         config: the settings; ``window``, ``engine``, ``capacity`` and ``overflow`` count.
         page_size: tokens per page.
+        heads_per_kv_head: query heads per KV head of the calls: what a page visit costs depends on it.
         max_keys: (layer, context) pairs to remember.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: ``page_size`` or ``max_keys`` is below 1.
+        ValueError: ``page_size``, ``heads_per_kv_head`` or ``max_keys`` is below 1.
     """
 
-    def __init__(self, config: Config, *, page_size: int = 128, max_keys: int = MAX_KEYS) -> None:
-        checks.check_history(config, page_size=page_size, max_keys=max_keys)
+    def __init__(
+        self, config: Config, *, page_size: int = 128, heads_per_kv_head: int = 16, max_keys: int = MAX_KEYS
+    ) -> None:
+        checks.check_history(config, page_size=page_size, heads_per_kv_head=heads_per_kv_head, max_keys=max_keys)
         self.visits: Counter[str] = Counter()
         """Page visits of measured calls, of ``original`` and ``regrouped`` order. Neither ever shrinks."""
         self._config = config
-        self._page_size, self._max_keys = page_size, max_keys
+        self._page_size, self._heads_per_kv_head, self._max_keys = page_size, heads_per_kv_head, max_keys
         self._keys: OrderedDict[tuple[int, int | None], _Key] = OrderedDict()
         self._readback: Readback | None = None
         self._last_lengths: tuple[HostLengths, int] | None = None
@@ -129,12 +135,14 @@ class History:
         kv_heads, tokens, topk = topk_idx.shape
         queries, pages = self._shape(lengths, topk) if lengths is not None else (tokens, 0)
         rows = kv_heads * queries
-        if not can_pay(self._config, rows, topk):
+        processors = support.processors_of(topk_idx.device)
+        union = support.grouping(self._config.engine, self._heads_per_kv_head, kv_heads * tokens, processors).union
+        if not can_pay(self._config, rows, topk, union):
             return Decision(False, "small")
         # Contexts of a power of two and up to the next one share a history.
         name = layer, None if lengths is None else pages.bit_length()
         if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
-            return self._by_history(self._keys.get(name, _Key()), rows)
+            return self._by_history(self._keys.get(name, _Key()), rows, union)
         key = self._keys.setdefault(name, _Key())
         self._keys.move_to_end(name)
         if len(self._keys) > self._max_keys:
@@ -143,22 +151,21 @@ class History:
         if self._readback is not None:
             self._readback.give_up()
         self._absorb(key)
-        decision = self._by_history(key, rows)
+        decision = self._by_history(key, rows, union)
         due = decision.reason == "first" or key.calls - key.pending_call >= MEASURE_EVERY
         if not decision.regroup:
-            key.rows_kept += rows
-            kept_us = key.rows_kept * model.NS_PER_ROW / 1000
-            due = kept_us * PROBE_SHARE >= model.cost_us(rows, self._config.window)
+            key.kept_us += model.time_us(rows, union)
+            due = key.kept_us * PROBE_SHARE >= model.cost_us(rows, self._config.window)
         if not due or key.pending is not None or (measurement := self._measurement(topk_idx.device)) is None:
             return decision
-        key.pending, key.pending_rows, key.pending_call, key.rows_kept = measurement, rows, key.calls, 0
+        key.pending, key.pending_rows, key.pending_call, key.kept_us = measurement, rows, key.calls, 0.0
         return Decision(True, decision.reason if decision.regroup else "probe", decision.gain_us, measurement)
 
-    def _by_history(self, key: _Key, rows: int) -> Decision:
+    def _by_history(self, key: _Key, rows: int, union: int) -> Decision:
         saved = key.saved_per_row()
         if saved is None:
             return Decision(True, "first")
-        gain = model.gain_us(rows, saved, window=self._config.window, engine=self._config.engine)
+        gain = model.gain_us(rows, saved, window=self._config.window, engine=self._config.engine, union=union)
         return Decision(gain > 0, "regroup" if gain > 0 else "original", gain)
 
     def _shape(self, lengths: HostLengths, topk: int) -> tuple[int, int]:

@@ -21,6 +21,10 @@ from ..plan import GROUP_SIZE
 NS_PER_VISIT = {"stream": 4.75, "union8": 8.5}
 """Time that one page visit less saves, by engine."""
 
+NS_PER_VISIT_OF_16 = 2.8
+"""The same for ``stream`` in groups of 16, where a KV head has 8 query heads and fewer: per visit of groups of 8, which
+are what regrouping counts, and what a tile of 8 queries is busy with."""
+
 REGROUP_US = {64: 12.7, 128: 19.5}
 """By window: time that any regrouping adds to a call."""
 
@@ -30,24 +34,34 @@ REGROUP_US_PER_1000_ROWS = {64: 0.12, 128: 0.15}
 NS_PER_ROW = 25.0
 """Time of a call in its original order, per row, rounded down: 27.6 (``ctx8k``) to 43.6 ns (``ctx128k``)."""
 
+NS_PER_ROW_OF_16 = 16.0
+"""The same in groups of 16."""
+
 
 def cost_us(rows: int, window: int) -> float:
     """What regrouping ``rows`` in windows of ``window`` adds to a call."""
     return REGROUP_US[window] + REGROUP_US_PER_1000_ROWS[window] * rows / 1000
 
 
-def worth_us(visits: float, engine: str) -> float:
-    """What ``visits`` page visits less save.
+def worth_us(visits: float, engine: str, union: int = GROUP_SIZE) -> float:
+    """What ``visits`` page visits less save, where a plan has groups of ``union`` queries.
 
     An engine without a figure of its own, ``portable``, counts as the fastest one, and ``stream`` has that of FP8
     caches whatever the cache: their calls take longer per visit, so that less is expected of regrouping than it gains.
     """
+    if engine == "stream" and union > GROUP_SIZE:
+        return visits * NS_PER_VISIT_OF_16 / 1000
     return visits * NS_PER_VISIT.get(engine, NS_PER_VISIT["stream"]) / 1000
 
 
-def gain_us(rows: int, saved_per_row: float, *, window: int, engine: str) -> float:
+def gain_us(rows: int, saved_per_row: float, *, window: int, engine: str, union: int = GROUP_SIZE) -> float:
     """What regrouping gains if it saves ``saved_per_row`` page visits a row; below zero it loses."""
-    return worth_us(rows * saved_per_row, engine) - cost_us(rows, window)
+    return worth_us(rows * saved_per_row, engine, union) - cost_us(rows, window)
+
+
+def time_us(rows: int, union: int = GROUP_SIZE) -> float:
+    """Time of a call of ``rows`` in its original order, at the least."""
+    return rows * (NS_PER_ROW_OF_16 if union > GROUP_SIZE else NS_PER_ROW) / 1000
 
 
 def most_saved_per_row(topk: int) -> float:

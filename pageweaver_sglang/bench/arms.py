@@ -174,7 +174,7 @@ class AutoArm(PublicArm):
         super().prepare(sets)
         first = sets[0]
         self._lengths = HostLengths(tuple(first.prefix_lens.tolist()), tuple(first.cu_seqlens.diff().tolist()))
-        self._history = pw.History(self._config, page_size=first.page_size)
+        self._history = pw.History(self._config, page_size=first.page_size, heads_per_kv_head=first.heads_per_kv_head)
         self._decisions: Counter[str] = Counter()
         for _ in range(self.settling_calls):
             self.call(0)

@@ -142,10 +142,12 @@ def auto_rule(config: Config) -> str:
     from pageweaver_sglang.auto.history import PROBE_SHARE
 
     fixed, slope = model.REGROUP_US[config.window], model.REGROUP_US_PER_1000_ROWS[config.window]
-    worth = model.worth_us(1000, config.engine)
+    worth = f"{model.worth_us(1000, config.engine):.2f} us"
+    if config.engine == "stream":
+        worth += f" ({model.worth_us(1000, config.engine, 16):.2f} us where a KV head has 8 query heads or fewer)"
     return (
         f"decided per call: windows of {config.window} are regrouped where a layer's earlier calls, at such a context, "
-        f"let expect more than it costs: {worth:.2f} us for 1,000 page visits saved, against {fixed:.0f} us and "
+        f"let expect more than it costs: 1,000 page visits saved count as {worth}, regrouping as {fixed:.0f} us and "
         f"{slope:.2f} us for 1,000 (query, KV head) pairs; elsewhere at most {PROBE_SHARE:.1%} of the time goes into "
         "looking again"
     )

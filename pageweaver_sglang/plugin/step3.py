@@ -318,7 +318,8 @@ class Step3:
             return None
         if self._history is None:
             # Not before: what serves in the end (`engine`) is known once the server has started.
-            self._history = History(self.config, page_size=call["block_size_k"])
+            heads = call["q"].shape[1] // max(call["k_cache"].shape[1], 1)
+            self._history = History(self.config, page_size=call["block_size_k"], heads_per_kv_head=max(heads, 1))
             self.stats.measured_visits = self._history.visits
         lengths = None if forward is None else forward.lengths
         if lengths is not None and len(lengths.chunks) != requests:

@@ -140,6 +140,30 @@ def test_rows_are_queries_times_kv_heads():
     assert decision.gain_us == pytest.approx(model.gain_us(4 * ROWS, GAINS, window=64, engine="stream"), rel=1e-3)
 
 
+@pytest.mark.parametrize("tokens", [1000, ROWS])
+def test_few_heads_count_as_the_groups_that_their_calls_get(tokens):
+    """With 8 heads: groups of 16, of which a visit saved is worth less, unless the call is small (132 SMs)."""
+    history, union = History(pw.Config(), heads_per_kv_head=8), 16 if tokens == ROWS else 8
+    for _ in range(3):
+        decision = call(history, GAINS, tokens=tokens)
+    gain = model.gain_us(tokens, GAINS, window=64, engine="stream", union=union)
+    assert decision.gain_us == pytest.approx(gain, rel=1e-3)
+    assert model.worth_us(1000, "stream", 16) == pytest.approx(2.8)
+    assert model.worth_us(1000, "union8", 16) == model.worth_us(1000, "union8")  # stream's alone
+
+
+def test_few_heads_are_probed_less_often():
+    """Their calls take less time, of which regrouping may take the same share."""
+    apart = {}
+    for heads, union in ((16, 8), (8, 16)):
+        history = History(pw.Config(), heads_per_kv_head=heads)
+        decisions = [call(history, LOSES) for _ in range(60)]
+        probes = [number for number, decision in enumerate(decisions) if decision.reason == "probe"]
+        apart[heads] = probes[1] - probes[0]
+        assert model.cost_us(ROWS, 64) <= auto.PROBE_SHARE * apart[heads] * model.time_us(ROWS, union)
+    assert apart[8] > apart[16]
+
+
 def test_the_same_calls_get_the_same_decisions():
     def run(seed):
         generator, history, made = torch.Generator().manual_seed(seed), History(pw.Config()), []
@@ -279,6 +303,7 @@ def test_a_decision_in_words():
     [
         ({"config": 3}, TypeError, r"History: config must be a pageweaver_sglang\.Config, got int 3"),
         ({"page_size": 0}, ValueError, "History: page_size must be an integer >= 1, got 0"),
+        ({"heads_per_kv_head": 0}, ValueError, "History: heads_per_kv_head must be an integer >= 1, got 0"),
         ({"max_keys": 0}, ValueError, "History: max_keys must be an integer >= 1, got 0"),
     ],
 )
