@@ -6,8 +6,8 @@
     compute-sanitizer --tool racecheck --error-exitcode 9 python scripts/sanitizer_target.py
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that memcheck sees an access just
-behind it. Outputs are compared bit for bit: between the engines, and those of precision high and of BF16 caches between
-orders; exit code 1 when they differ or are not finite.
+behind it. Outputs are compared bit for bit: between the engines, between groups of 8 and of 16 where an engine takes
+both, and those of precision high and of BF16 caches between orders; exit code 1 when they differ or are not finite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pageweaver_sglang as pw
-from tests.generators import make_case
+from pageweaver_sglang.cuda import support
+from tests.generators import Case, make_case
 
 # (case, what differs from it): a tail, holes, several requests, padding; 4 KV heads with more groups than SMs, so that
 # every CTA draws several; a context of 4689 pages of which few are picked; fewer query heads than rows for them.
@@ -33,12 +34,14 @@ CASES = (
     ("past_512_pages", {"requests": ((30, 600_000),)}),
     ("strided", {"requests": ((70, 900),), "ratio": 8}),
     ("strided", {"requests": ((33, 500),), "ratio": 3, "kv_heads": 2}),
+    ("few_picks", {"requests": ((1100, 300),), "k": 1, "kv_heads": 4, "ratio": 8}),
 )
 BF16_CASES = (
     ("tail", {"requests": ((20, 700),), "tail": 37}),
     ("holes", {"requests": ((40, 900),), "ratio": 8}),
     ("packed", {"requests": ((9, 0), (1, 300), (30, 500)), "ratio": 3, "kv_heads": 2}),
     ("few_picks", {"requests": ((1100, 300),), "k": 1, "kv_heads": 4}),
+    ("few_picks", {"requests": ((1100, 300),), "k": 1, "kv_heads": 4, "ratio": 8}),
     ("future", {}),  # second halves of pages that nobody sees, with windows of 128
 )
 # Calls whose outputs must be equal, by label.
@@ -59,6 +62,24 @@ BF16_CALLS = {
 }
 
 
+def outputs(case: Case, config: pw.Config) -> list[torch.Tensor]:
+    """The call's output in every group size that its engine takes, as bits."""
+    kv_heads, tokens, k = case.topk_idx.shape
+    found = []
+    for group_size in support.call_grouping(config, case.q, case.k_cache, case.page_size).unions:
+        workspace = pw.Workspace(
+            tokens,
+            len(case.seq_lens),
+            kv_heads=kv_heads,
+            topk=k,
+            window=config.window,
+            group_size=group_size,
+            device="cuda",
+        )
+        found.append(pw.sparse_prefill(*case.args(), config=config, workspace=workspace).view(torch.int16))
+    return found
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("sanitizer_target.py: needs a CUDA device, and PyTorch sees none")
@@ -69,14 +90,14 @@ def main() -> int:
         case = make_case(name, seed=1, device="cuda", cache_dtype=cache_dtype, **overrides)
         wrong = []
         for label, configs in calls.items():
-            outputs = [pw.sparse_prefill(*case.args(), config=config).view(torch.int16) for config in configs]
-            same = all(torch.equal(out, outputs[0]) for out in outputs)
-            if not (same and bool(outputs[0].view(torch.bfloat16).isfinite().all())):
+            found = [out for config in configs for out in outputs(case, config)]
+            same = all(torch.equal(out, found[0]) for out in found)
+            if not (same and bool(found[0].view(torch.bfloat16).isfinite().all())):
                 wrong.append(label)
         torch.cuda.synchronize()
         bad += bool(wrong)
-        found = f"WRONG ({', '.join(wrong)})" if wrong else "ok"
-        print(f"{name}, {', '.join(calls)}: {tuple(case.q.shape)} {found}", flush=True)
+        said = f"WRONG ({', '.join(wrong)})" if wrong else "ok"
+        print(f"{name}, {', '.join(calls)}: {tuple(case.q.shape)} {said}", flush=True)
     return 1 if bad else 0
 
 

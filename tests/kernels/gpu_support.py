@@ -11,6 +11,8 @@ from pageweaver_sglang.plan import UnionPlan
 from pageweaver_sglang.value_tiles import ValueTiles
 
 HAS_CUDA = torch.cuda.is_available()
+FUSED_ROW = 16 * 4 * 128 + 1664
+"""Elements of a row of a server's fused projection, for up to 4 KV heads."""
 
 
 def attend(
@@ -26,13 +28,14 @@ def attend(
 ) -> torch.Tensor:
     """Run regroup (window None: original order), union prep, value tiles (for an engine that reads them) and attention.
 
-    The output starts as NaN, and so do the tiles, which makes one show that is read and was not marked.
+    Groups of 16 are made in an order of groups of 8, as in a call of the public function. The output starts as NaN, and
+    so do the tiles, which makes one show that is read and was not marked.
     """
     from pageweaver_sglang.cuda import ops, support
 
     if window is not None and perm is None:
         perm = pw.regroup(
-            case.topk_idx, case.cu_seqlens, case.prefix_lens, window=window, group_size=group_size, guard=guard
+            case.topk_idx, case.cu_seqlens, case.prefix_lens, window=window, group_size=min(group_size, 8), guard=guard
         )
     tiles = None
     if support.reads_value_tiles(engine or ops.default_engine(group_size), case.v_cache.dtype):
@@ -102,6 +105,40 @@ def plan_with_slots(
         marks=marks,
     )
     return plan
+
+
+def reference(case) -> torch.Tensor:
+    """The exact output, float64."""
+    return pw.reference.sparse_prefill(case.q.double(), *case.args()[1:], k_scale=case.k_scale, v_scale=case.v_scale)
+
+
+def heads_of(case, first: int, count: int):
+    """The call with heads ``first`` to ``first + count - 1`` of each KV head only."""
+    kv_heads = case.k_cache.shape[1]
+    some = case.q.unflatten(1, (kv_heads, -1))[:, :, first : first + count].flatten(1, 2).contiguous()
+    return dataclasses.replace(case, q=some)
+
+
+def halves_in_groups_of_16(case, **options) -> torch.Tensor:
+    """The output of a call with 16 heads per KV head, made of two by ``stream`` with 8 heads each in groups of 16."""
+    kv_heads = case.k_cache.shape[1]
+    halves = [attend(heads_of(case, first, 8), group_size=16, engine="stream", **options) for first in (0, 8)]
+    return torch.cat([half.unflatten(1, (kv_heads, 8)) for half in halves], dim=2).flatten(1, 2)
+
+
+def fused(tensor: torch.Tensor, *, filled: bool) -> torch.Tensor:
+    """A view of that shape, and those contents, of rows as wide as a server's fused projection; NaN around it."""
+    rows = torch.full((len(tensor), FUSED_ROW), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    view = rows[:, 256 : 256 + tensor[0].numel()].view(tensor.shape)
+    if filled:
+        view.copy_(tensor)
+    return view
+
+
+def rows_around(view: torch.Tensor) -> torch.Tensor:
+    """What lies beside a view that :func:`fused` made, in every row of its buffer."""
+    rows = view._base
+    return torch.cat((rows[:, :256], rows[:, 256 + view[0].numel() :]), dim=1)
 
 
 def garbage_outside(case):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_support import HAS_CUDA, attend, garbage_outside, same_bits
+from gpu_support import HAS_CUDA, attend, garbage_outside, halves_in_groups_of_16, reference, same_bits
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import exact_rows, nrms, sample_rows
@@ -32,10 +32,6 @@ def bf16_case(name: str, **recipe) -> Case:
     return garbage_outside(make_case(name, device="cuda", cache_dtype=BF16, **recipe))
 
 
-def reference(case: Case) -> torch.Tensor:
-    return pw.reference.sparse_prefill(case.q.double(), *case.args()[1:], k_scale=case.k_scale, v_scale=case.v_scale)
-
-
 def stream(case: Case, window: int | None = 64, **keywords) -> torch.Tensor:
     return attend(case, window=window, engine="stream", **keywords)
 
@@ -50,6 +46,7 @@ def test_every_case_in_every_order(name, seed):
     assert bool((original[expected.abs().sum(dim=(1, 2)) == 0] == 0).all())
     for window, guard in ((64, "none"), (128, "none"), (128, "window")):
         assert same_bits(stream(case, window, guard=guard), original)
+        assert same_bits(halves_in_groups_of_16(case, window=window, guard=guard), original)
 
 
 @pytest.mark.parametrize("tail", range(1, 129))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_support import HAS_CUDA, attend, plan_with_slots, poisoned_tiles, same_bits
+from gpu_support import HAS_CUDA, attend, halves_in_groups_of_16, plan_with_slots, poisoned_tiles, same_bits
 from rounded_queries import rounded_q
 
 import pageweaver_sglang as pw
@@ -74,10 +74,13 @@ def reference(case, q=None) -> torch.Tensor:
 
 
 def agreed_output(case) -> torch.Tensor:
-    """The output that both engines give in the original order and regrouped, to the bit."""
+    """The output that both engines give in the original order and regrouped, to the bit; halves of the heads in groups
+    of 16 give it too.
+    """
     out = attend(case, window=None, engine="stream")
     for window, engine in ((None, "union8"), (64, "stream"), (128, "union8"), (128, "stream")):
         assert same_bits(attend(case, window=window, engine=engine), out), (window, engine)
+    assert same_bits(halves_in_groups_of_16(case, window=64), out)
     assert bool(torch.isfinite(out).all())
     return out
 

@@ -33,6 +33,8 @@ WAYS = [
     (128, 8, "union8"),
     (128, 4, "union8"),
 ]
+WAYS_OF_8_HEADS = [*WAYS, (None, 16, "stream"), (64, 16, "stream"), (128, 16, "stream")]
+every_tile = pytest.mark.parametrize(("ratio", "ways"), [(16, WAYS), (8, WAYS_OF_8_HEADS)], ids=["16 heads", "8 heads"])
 
 
 # ---------------------------------------------------------------- Pages that cannot be read
@@ -96,15 +98,16 @@ def with_unreadable_pages(case: Case, entry, share: float) -> tuple[Case, Case, 
     return misled, without, rows.to(device)
 
 
+@every_tile
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(("name", "share", "k"), [("heads4", 0.15, 5), ("prefix", 0.02, 16)])
-def test_pages_that_cannot_be_read_contribute_nothing(name, share, k, entry):
+def test_pages_that_cannot_be_read_contribute_nothing(name, share, k, entry, ratio, ways):
     """A query attends to the rest of its pages; who picked none of them keeps every bit.
 
     The reference, which resolves every token by itself, refuses such a table or follows it: it is given the picks that
     are left, over the sound table.
     """
-    case = make_case(name, seed=61, device=DEVICE, k=k)
+    case = make_case(name, seed=61, device=DEVICE, k=k, ratio=ratio)
     misled, without, touched = with_unreadable_pages(case, ENTRIES[entry], share)
     sound = dataclasses.replace(misled, req_to_token=without.req_to_token)
     assert bool(touched.any())
@@ -112,9 +115,9 @@ def test_pages_that_cannot_be_read_contribute_nothing(name, share, k, entry):
     expected = attend(without, window=None, engine="union8")
     assert nrms(expected, reference(without, rounded_q(without))) <= FP8_NRMS
     before = attend(sound, window=None, engine="union8")
-    nothing = (without.topk_idx < 0).all(dim=2).T.repeat_interleave(16, dim=1)
+    nothing = (without.topk_idx < 0).all(dim=2).T.repeat_interleave(ratio, dim=1)
     assert bool(nothing.any())
-    for window, group_size, engine in WAYS:
+    for window, group_size, engine in ways:
         out = attend(misled, window=window, group_size=group_size, engine=engine)
         assert same_bits(out, expected), (window, group_size, engine)
         assert same_bits(out[~touched], before[~touched])
@@ -126,9 +129,10 @@ def test_pages_that_cannot_be_read_contribute_nothing(name, share, k, entry):
         )
 
 
-def test_a_table_that_ends_before_the_sequence():
+@every_tile
+def test_a_table_that_ends_before_the_sequence(ratio, ways):
     """Pages whose first token lies behind req_to_token's last column are not looked up."""
-    case = make_case("heads4", seed=62, device=DEVICE)
+    case = make_case("heads4", seed=62, device=DEVICE, ratio=ratio)
     columns = 14 * PAGE + 1  # the first entry of page 14 is the last
     short = dataclasses.replace(case, req_to_token=case.req_to_token[:, :columns].contiguous())
     without = dataclasses.replace(case, topk_idx=case.topk_idx.masked_fill(case.topk_idx > 14, -1))
@@ -136,21 +140,22 @@ def test_a_table_that_ends_before_the_sequence():
     assert bool((case.topk_idx == 14).any())
     expected = attend(without, window=None, engine="union8")
     assert nrms(expected, reference(without, rounded_q(without))) <= FP8_NRMS
-    for window, group_size, engine in WAYS:
+    for window, group_size, engine in ways:
         assert same_bits(attend(short, window=window, group_size=group_size, engine=engine), expected)
 
 
+@every_tile
 @pytest.mark.parametrize("row", [-1, 7, 2**31, -(2**62)])
-def test_rows_of_a_request_outside_the_table_are_zero(row):
+def test_rows_of_a_request_outside_the_table_are_zero(row, ratio, ways):
     """A slot id that is no row of req_to_token; the other request keeps every bit."""
-    case = make_case("heads4", seed=63, device=DEVICE)
+    case = make_case("heads4", seed=63, device=DEVICE, ratio=ratio)
     assert case.req_to_token.shape[0] <= 7
     slot_ids = case.slot_ids.clone()
     slot_ids[0] = row
     length = int(case.cu_seqlens[1])
     expected = attend(case, window=None, engine="union8")
     expected[:length] = 0
-    for window, group_size, engine in WAYS:
+    for window, group_size, engine in ways:
         out = attend(dataclasses.replace(case, slot_ids=slot_ids), window=window, group_size=group_size, engine=engine)
         assert bool((out[:length] == 0).all())
         assert same_bits(out[length:], expected[length:])
@@ -187,11 +192,13 @@ def tiny_picks(tokens: int, pages: int) -> torch.Tensor:
     return kinds.gather(0, kind[None, ..., None].expand(1, *shape, 8))[0].flatten(1)
 
 
+@pytest.mark.parametrize(("ratio", "group_size"), [(16, 8), (8, 16)])
 @pytest.mark.parametrize("k", [1, 16])
-def test_many_tiny_groups_for_every_cta(k):
+def test_many_tiny_groups_for_every_cta(k, ratio, group_size):
     """8,192 groups of 0 to 8 pages: each CTA draws some 60, so that every ring wraps around within and between groups.
 
-    Some queries' one page lies wholly or partly behind them.
+    In groups of 16 they are half as many, and what was a half's only is a quarter's. Some queries' one page lies wholly
+    or partly behind them.
     """
     prefix = 32 * PAGE
     random = torch.Generator().manual_seed(72)
@@ -201,20 +208,21 @@ def test_many_tiny_groups_for_every_cta(k):
     ids = torch.full((*picks.shape, k), -1)
     ids[:, :, k // 2] = picks
     keys, values = (torch.randn(prefix + TINY_TOKENS, TINY_KV_HEADS, 128, generator=random) for _ in range(2))
-    no_queries = torch.zeros(1, 1, 1).expand(TINY_TOKENS, 16 * TINY_KV_HEADS, 128)
+    no_queries = torch.zeros(1, 1, 1).expand(TINY_TOKENS, ratio * TINY_KV_HEADS, 128)
     case = one_request(no_queries, keys, values, ids, prefix)
     on_device = torch.Generator(device=DEVICE).manual_seed(73)
     q = torch.randn(case.q.shape, generator=on_device, device=DEVICE, dtype=torch.bfloat16)
     case = dataclasses.replace(case, q=q)
 
     expected = attend(case, window=None, engine="union8")
-    blind = ((picks < 0) | behind).T.repeat_interleave(16, dim=1).to(DEVICE)
+    blind = ((picks < 0) | behind).T.repeat_interleave(ratio, dim=1).to(DEVICE)
     assert torch.equal((expected == 0).all(dim=2), blind)
     rows = sample_rows(TINY_TOKENS, 48).to(DEVICE)
     assert nrms(expected[rows], exact_rows(case, rows)) <= FP8_NRMS
     for repeat in range(20):
         window = (None, 128, 64)[repeat % 3]
-        assert same_bits(attend(case, window=window, engine="stream"), expected), (repeat, window)
+        out = attend(case, window=window, group_size=group_size, engine="stream")
+        assert same_bits(out, expected), (repeat, window)
 
 
 # ---------------------------------------------------------------- The largest ids and positions
@@ -234,6 +242,7 @@ def spread_ids(pages: int) -> torch.Tensor:
     return torch.cat([torch.tensor(ends), rest]).sort().values
 
 
+@every_tile
 @pytest.mark.parametrize("spread", [largest_ids, spread_ids])
 @pytest.mark.parametrize(
     ("name", "requests"),
@@ -243,7 +252,7 @@ def spread_ids(pages: int) -> torch.Tensor:
         ("heads4", ((70, 2900), (30, 2100))),
     ],
 )
-def test_page_ids_near_2_to_24(name, requests, spread):
+def test_page_ids_near_2_to_24(name, requests, spread, ratio, ways):
     """A plan whose pages bear other ids, in the same order, and whose limits lie in the same places of these pages.
 
     What a query sees stays the same, and so must every bit; only the plan holds ids and positions, so no table of 2^31
@@ -251,17 +260,18 @@ def test_page_ids_near_2_to_24(name, requests, spread):
     """
     from pageweaver_sglang.cuda import ops
 
-    case = make_case(name, seed=81, device=DEVICE, requests=requests, kv_heads=2)
+    case = make_case(name, seed=81, device=DEVICE, requests=requests, kv_heads=2, ratio=ratio)
     pages = -(-int(case.seq_lens.max()) // PAGE)
     ids = spread(pages).to(DEVICE)
     assert bool((ids.diff() > 0).all())
     assert [len(ids), int(ids[-1])] == [pages, LAST_PAGE]
     expected = attend(case, window=None, engine="union8")
     assert nrms(expected, reference(case, rounded_q(case))) <= FP8_NRMS
-    for window, group_size, engine in WAYS:
+    for window, group_size, engine in ways:
         perm = None
         if window is not None:
-            perm = pw.regroup(case.topk_idx, case.cu_seqlens, case.prefix_lens, window=window, group_size=group_size)
+            picks, size = (case.topk_idx, case.cu_seqlens, case.prefix_lens), min(group_size, 8)
+            perm = pw.regroup(*picks, window=window, group_size=size)
         tiles = poisoned_tiles(case.v_cache)
         plan = plan_with_slots(case, perm, window=window or 128, group_size=group_size, marks=tiles.marks)
         page, limit = plan.pages.long(), plan.limits.long()
@@ -337,11 +347,12 @@ LAYOUTS = {
 }
 
 
+@every_tile
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_heads", [3, 8])
-def test_layouts_of_the_caches(kv_heads, layout):
+def test_layouts_of_the_caches(kv_heads, layout, ratio, ways):
     """Through the tensor maps of either engine and the value tiles; what lies between heads and tokens is NaN."""
-    case = make_case("heads4", seed=91, device=DEVICE, kv_heads=kv_heads)
+    case = make_case("heads4", seed=91, device=DEVICE, kv_heads=kv_heads, ratio=ratio)
     views = LAYOUTS[layout](case.k_cache)
     for view, cache in zip(views, (case.k_cache, case.v_cache), strict=True):
         view.copy_(cache.view(torch.uint8))
@@ -350,7 +361,7 @@ def test_layouts_of_the_caches(kv_heads, layout):
     assert not any(cache.is_contiguous() for cache in (k_cache, v_cache))
     expected = attend(case, window=None, engine="union8")
     assert nrms(expected, reference(other, rounded_q(case))) <= FP8_NRMS
-    for window, group_size, engine in WAYS:
+    for window, group_size, engine in ways:
         assert same_bits(attend(other, window=window, group_size=group_size, engine=engine), expected)
     for engine in ("stream", "union8"):
         assert same_bits(pw.sparse_prefill(*other.args(), config=pw.Config(mode="pageweaver", engine=engine)), expected)

@@ -2,8 +2,8 @@
 
 What changes: the number of requests and their lengths (padding requests without tokens behind them), prefixes, page
 tables, rows of the table, top-k (holes, repeats, ids outside the request, any order) and queries. The eager call gets
-tensors of the real sizes and no workspace, so that it shares neither buffers nor grid with the graph. On a BF16 cache
-there are 200 replays.
+tensors of the real sizes and no workspace, so that it shares neither buffers nor grid with the graph: of 8 heads it
+has groups of 8, the graph groups of 16. On a BF16 cache and in groups of 16 there are 200 replays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ POOL_PAGES = REQUESTS * CONTEXT // PAGE + 5
 CANARY_ROWS = 16
 # By dtype of the cache; of rounds with few tokens too, where little is averaged out.
 NRMS = {torch.float8_e4m3fn: 0.06, torch.bfloat16: 0.005}
-REPLAYS = {torch.float8_e4m3fn: 1000, torch.bfloat16: 200}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 
@@ -69,12 +68,12 @@ def draw_lengths(seed: int, rounds: int, device: str) -> Lengths:
 class Inputs:
     """Buffers for the largest call, filled in place on the device without waiting for it."""
 
-    def __init__(self, device: str, cache_dtype: torch.dtype):
+    def __init__(self, device: str, cache_dtype: torch.dtype, ratio: int):
         self.random = torch.Generator(device=device).manual_seed(1)
         caches = (torch.randn(POOL_PAGES * PAGE, KV_HEADS, 128, generator=self.random, device=device) for _ in "kv")
         self.k_cache, self.v_cache = (cache.to(cache_dtype) for cache in caches)
         ints = {"dtype": torch.int32, "device": device}
-        self.q = torch.zeros(TOKENS, 16 * KV_HEADS, 128, dtype=torch.bfloat16, device=device)
+        self.q = torch.zeros(TOKENS, ratio * KV_HEADS, 128, dtype=torch.bfloat16, device=device)
         self.topk_idx = torch.zeros(KV_HEADS, TOKENS, TOPK, **ints)
         self.req_to_token = torch.zeros(ROWS, CONTEXT, **ints)
         self.slot_ids = torch.zeros(REQUESTS, dtype=torch.int64, device=device)
@@ -125,18 +124,31 @@ class Inputs:
 @pytest.mark.parametrize("window", [64, 128])
 @pytest.mark.parametrize("mode", ["pageweaver", "union8"])
 @pytest.mark.parametrize(
-    ("engine", "cache_dtype"),
-    [("stream", torch.float8_e4m3fn), ("union8", torch.float8_e4m3fn), ("stream", torch.bfloat16)],
-    ids=["stream", "union8", "stream-bf16"],
+    ("engine", "cache_dtype", "group_size", "replays"),
+    [
+        ("stream", torch.float8_e4m3fn, 8, 1000),
+        ("union8", torch.float8_e4m3fn, 8, 1000),
+        ("stream", torch.bfloat16, 8, 200),
+        ("stream", torch.float8_e4m3fn, 16, 200),
+        ("stream", torch.bfloat16, 16, 200),
+    ],
+    ids=["stream", "union8", "stream-bf16", "stream-16", "stream-bf16-16"],
 )
-def test_replays_equal_eager_calls(engine, cache_dtype, mode, window):
+def test_replays_equal_eager_calls(engine, cache_dtype, group_size, replays, mode, window):
     config = pw.Config(engine=engine, mode=mode, window=window)
     seed = 1000 * window + 10 * len(mode) + len(engine)
-    replays = REPLAYS[cache_dtype]
-    lengths, inputs = draw_lengths(seed, replays, "cuda"), Inputs("cuda", cache_dtype)
+    lengths, inputs = draw_lengths(seed, replays, "cuda"), Inputs("cuda", cache_dtype, 16 if group_size == 8 else 8)
+    assert support.call_group_size(config, inputs.q, inputs.k_cache, PAGE) == 8
     pool_pages = POOL_PAGES if support.reads_value_tiles(engine, cache_dtype) else None
     workspace = pw.Workspace(
-        TOKENS, REQUESTS, kv_heads=KV_HEADS, topk=TOPK, window=window, pool_pages=pool_pages, device="cuda"
+        TOKENS,
+        REQUESTS,
+        kv_heads=KV_HEADS,
+        topk=TOPK,
+        window=window,
+        group_size=group_size,
+        pool_pages=pool_pages,
+        device="cuda",
     )
     guarded = torch.empty(TOKENS + 2 * CANARY_ROWS, *inputs.q.shape[1:], dtype=inputs.q.dtype, device="cuda")
     out = guarded[CANARY_ROWS:-CANARY_ROWS]

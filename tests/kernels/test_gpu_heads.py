@@ -9,44 +9,17 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_support import HAS_CUDA, attend, same_bits
+from gpu_support import HAS_CUDA, attend, fused, heads_of, reference, rows_around, same_bits
 from rounded_queries import rounded_rows
 
 import pageweaver_sglang as pw
 from pageweaver_sglang.bench.accuracy import nrms
-from tests.generators import CASE_NAMES, Case, make_case
+from tests.generators import CASE_NAMES, make_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 
 NRMS = {"fp8": 0.04, "high": 0.005}
-FUSED_ROW = 16 * 4 * 128 + 1664
 RATIOS = tuple(range(1, 16))
-
-
-def reference(case: Case) -> torch.Tensor:
-    return pw.reference.sparse_prefill(*case.args(), k_scale=case.k_scale, v_scale=case.v_scale)
-
-
-def fused(tensor: torch.Tensor, *, filled: bool) -> torch.Tensor:
-    """A view of that shape, and those contents, of rows as wide as a server's fused projection; NaN around it."""
-    rows = torch.full((len(tensor), FUSED_ROW), float("nan"), dtype=tensor.dtype, device=tensor.device)
-    view = rows[:, 256 : 256 + tensor[0].numel()].view(tensor.shape)
-    if filled:
-        view.copy_(tensor)
-    return view
-
-
-def rows_around(view: torch.Tensor) -> torch.Tensor:
-    """What lies beside a view that :func:`fused` made, in every row of its buffer."""
-    rows = view._base
-    return torch.cat((rows[:, :256], rows[:, 256 + view[0].numel() :]), dim=1)
-
-
-def heads_of(case: Case, first: int, count: int) -> Case:
-    """The call with heads ``first`` to ``first + count - 1`` of each KV head only."""
-    kv_heads = case.k_cache.shape[1]
-    some = case.q.unflatten(1, (kv_heads, -1))[:, :, first : first + count].flatten(1, 2).contiguous()
-    return dataclasses.replace(case, q=some)
 
 
 @pytest.mark.parametrize("precision", NRMS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_support import HAS_CUDA, attend, same_bits
+from gpu_support import HAS_CUDA, attend, halves_in_groups_of_16, same_bits
 from test_gpu_engines import BOUND, first_queries, one_request, some_pages, staircase
 
 import pageweaver_sglang as pw
@@ -43,10 +43,13 @@ def exact(case) -> torch.Tensor:
 
 
 def agreed_output(case) -> torch.Tensor:
-    """The output in the original order and regrouped, which is one to the bit, and finite."""
+    """The output in the original order and regrouped, halves of the heads in groups of 16, too: one to the bit, and
+    finite.
+    """
     out = attend(case, window=None, precision="high")
     for window in (64, 128):
         assert same_bits(attend(case, window=window, precision="high"), out), window
+    assert same_bits(halves_in_groups_of_16(case, window=64, precision="high"), out)
     assert bool(torch.isfinite(out).all())
     return out
 
