@@ -448,10 +448,10 @@ class StagedArm(Arm):
         del self._stages, self._perms, self._marks
 
 
-def regrouping_arm(window: int, size: CallSize = FEW_ROWS, cache_dtype: torch.dtype = torch.float8_e4m3fn) -> PublicArm:
-    """The public call that regroups, for calls of that size and such a cache."""
+def regrouping_arm(window: int, size: CallSize = FEW_ROWS) -> PublicArm:
+    """The public call that regroups, for calls of that size."""
     config = pw.Config(mode="pageweaver", window=window)
-    queries = size.queries_per_union(config, cache_dtype)
+    queries = size.queries_per_union(config)
     text = f"regrouped inside windows of {window} while it runs, groups of {queries}"
     return PublicArm(f"pageweaver-w{window}", text, config)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from pageweaver_sglang.config import Config
 
 from .arms import SIXTEEN_BITS_NRMS, Bf16CacheArm, NativeArm, PortableArm, comparison_arms, regrouping_arm
@@ -43,7 +41,6 @@ def catalogue(orders: dict[str, FoundOrder], size: CallSize = FEW_ROWS) -> list[
     portable = portable_count(size.heads_per_kv_head)
     pageweaver = {arm.name: arm for arm in comparison_arms(size)}
     unions = size.queries_per_union(Config())
-    unions_bf16 = size.queries_per_union(Config(), torch.bfloat16)
     entries = [
         Entry(pageweaver.pop("native"), "per-query"),
         Entry(Pr37236Arm(), "per-query"),
@@ -63,8 +60,8 @@ def catalogue(orders: dict[str, FoundOrder], size: CallSize = FEW_ROWS) -> list[
         Entry(NativeShortArm(), "per-query", "apart"),
         Entry(Bf16CacheArm(NativeArm()), "per-query", "apart"),
         Entry(
-            Bf16CacheArm(regrouping_arm(64, size, torch.bfloat16), SIXTEEN_BITS_NRMS),
-            order_count("w64", unions_bf16),
+            Bf16CacheArm(regrouping_arm(64, size), SIXTEEN_BITS_NRMS),
+            order_count("w64", unions),
             "apart",
         ),
         Entry(Bf16CacheArm(PortableArm(size)), portable, "apart"),
@@ -77,8 +74,7 @@ def _count_key(name: str, size: CallSize) -> str:
     An arm that names no window has the default one. ``auto`` says after its calls whether it did regroup.
     """
     first, *rest = name.split("-")
-    precision = "high" if "high" in rest else "fp8"
-    queries = 8 if "paper" in rest else size.queries_per_union(Config(precision=precision))
+    queries = 8 if "paper" in rest else size.queries_per_union(Config())
     if first == "union4":
         return order_count("original", 4)
     if first == "union8":

@@ -31,17 +31,9 @@ class CallSize:
     rows: int = 0
     processors: int = support.PROCESSORS
 
-    def queries_per_union(self, config: Config, cache_dtype: torch.dtype = torch.float8_e4m3fn) -> int:
-        """Those of a call by the engine and with the precision of ``config``."""
-        sizes = support.grouping(
-            config.engine,
-            self.heads_per_kv_head,
-            self.rows,
-            self.processors,
-            cache_dtype=cache_dtype,
-            precision=config.precision,
-        )
-        return sizes.union
+    def queries_per_union(self, config: Config) -> int:
+        """Those of a call by the engine of ``config``."""
+        return support.grouping(config.engine, self.heads_per_kv_head, self.rows, self.processors).union
 
 
 FEW_ROWS = CallSize()

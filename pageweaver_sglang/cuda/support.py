@@ -153,9 +153,7 @@ class Grouping(NamedTuple):
     """Of the union plan, where no workspace has another of these sizes."""
 
 
-def union_group_sizes(
-    engine: str, ratio: int, cache_dtype: torch.dtype = _E4M3, precision: str = "fp8"
-) -> tuple[int, ...]:
+def union_group_sizes(engine: str, ratio: int) -> tuple[int, ...]:
     """Queries per union that an engine takes, ascending, for ``ratio`` query heads per KV head.
 
     ``union8`` is built for 8, and so is ``stream`` for more than 8 heads; for up to 8 it takes 16, too. ``portable``
@@ -165,32 +163,20 @@ def union_group_sizes(
     Args:
         engine: the engine that serves.
         ratio: query heads per KV head.
-        cache_dtype: of K and V.
-        precision: the setting.
     """
     if engine == PORTABLE:
         padded = 1 << (ratio - 1).bit_length()
         return (max(1, min(16, 64 // padded)),)
-    del cache_dtype, precision  # all of them alike
     return (8, 16) if engine == STREAM and ratio <= PACKED_HEADS else (8,)
 
 
-def grouping(
-    engine: str,
-    ratio: int,
-    rows: int,
-    processors: int = PROCESSORS,
-    *,
-    cache_dtype: torch.dtype = _E4M3,
-    precision: str = "fp8",
-) -> Grouping:
+def grouping(engine: str, ratio: int, rows: int, processors: int = PROCESSORS) -> Grouping:
     """The group sizes of a call of ``rows`` (query, KV head) pairs on a GPU of ``processors`` multiprocessors.
 
     Large groups load fewer pages, small ones leave fewer multiprocessors idle: the largest that the engine takes serve
     where there are more of the smallest than multiprocessors. Shapes alone decide, so that a CUDA Graph replays it.
-    The other arguments are those of :func:`union_group_sizes`.
     """
-    sizes = union_group_sizes(engine, ratio, cache_dtype, precision)
+    sizes = union_group_sizes(engine, ratio)
     return Grouping(sizes[0], sizes, sizes[-1] if rows > sizes[0] * processors else sizes[0])
 
 
@@ -203,14 +189,7 @@ def call_grouping(config: Config, q: torch.Tensor, k_cache: torch.Tensor, page_s
     """The group sizes of a call of ``sparse_prefill`` with these arguments."""
     engine = engine_on(config.engine, capability_of(q.device), call_kind(q, k_cache, page_size)) or config.engine
     tokens, q_heads, kv_heads = q.shape[0], q.shape[1], k_cache.shape[1]
-    return grouping(
-        engine,
-        q_heads // kv_heads,
-        kv_heads * tokens,
-        processors_of(q.device),
-        cache_dtype=k_cache.dtype,
-        precision=config.precision,
-    )
+    return grouping(engine, q_heads // kv_heads, kv_heads * tokens, processors_of(q.device))
 
 
 def call_group_size(config: Config, q: torch.Tensor, k_cache: torch.Tensor, page_size: int) -> int:

@@ -177,8 +177,7 @@ def draw_call(seed: int, variants: tuple[str, ...] = tuple(VARIANTS), largest: i
         "overflow": _pick(rng, ("rename", "original"), (0.7, 0.3)),
         "capacity": _pick(rng, (512, int(rng.integers(1, 33)))),
     }
-    precision = tried.config.get("precision", "fp8")
-    group_sizes = support.union_group_sizes(tried.config["engine"], shape.ratio, shape.cache_dtype, precision)
+    group_sizes = support.union_group_sizes(tried.config["engine"], shape.ratio)
     call = Call(
         seed=seed,
         variant=variant,
