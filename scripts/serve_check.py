@@ -25,7 +25,8 @@ of mixed lengths at the same time, queued up behind a long prompt so that the sc
 Checked, on every rank: the STATUS line; PageWeaver served Step 3 on every sparse layer, with no call left to SGLang's
 function; the rank's heads in every compared call, and an NRMS of at most --max-nrms; padded rows zero. And: every
 request answered; with DP attention that the rank a prompt was sent to served it alone; no error in the log; the servers
-gone afterwards; first tokens that agree with the native mode, or are near-ties there; with --fresh-cache that all
+gone afterwards; first tokens that agree with the native mode, or are near-ties there (all but --tipped: the model picks
+experts and pages by rank, so that rounding tips a close choice now and then); with --fresh-cache that all
 processes together compiled the kernels once. Exit code 0 when all of it holds.
 """
 
@@ -370,12 +371,13 @@ def launch_checks(
 
 
 def compare_first_tokens(
-    reference: list[dict[str, Any]], other: list[dict[str, Any]], tie: float
+    reference: list[dict[str, Any]], other: list[dict[str, Any]], tie: float, tipped: int = 0
 ) -> tuple[Check, dict[str, Any]]:
     """Compare first tokens request by request.
 
     Greedy tokens flip where the reference's two best are nearly equal, so a different token counts as agreement when
-    the reference gives it a log probability within ``tie`` of its own best.
+    the reference gives it a log probability within ``tie`` of its own best. ``tipped`` of the others are let pass:
+    where rounding has tipped a choice of an expert or a page, what follows is another forward pass.
     """
     known = {r["name"]: r for r in reference if "error" not in r}
     rows: list[dict[str, Any]] = []
@@ -396,7 +398,7 @@ def compare_first_tokens(
     detail = f"{equal} of {len(rows)} equal, {len(rows) - equal - len(bad)} near-ties" + (
         f"; differ: {bad}" if bad else ""
     )
-    return Check("first tokens agree with the reference", bool(rows) and not bad, detail), {
+    return Check("first tokens agree with the reference", len(bad) <= min(tipped, len(rows) - 1), detail), {
         "equal": equal,
         "rows": rows,
     }
@@ -633,7 +635,8 @@ def check_all(options: argparse.Namespace, say: Callable[[str], None] = print) -
         for name in names.values():
             result = results[name]
             if reference is not None and name != reference and result["requests"]:
-                check, details = compare_first_tokens(results[reference]["requests"], result["requests"], options.tie)
+                answers = (results[reference]["requests"], result["requests"])
+                check, details = compare_first_tokens(*answers, options.tie, options.tipped)
                 result["checks"].append(asdict(check))
                 comparisons[name] = {"reference": reference, **details}
     checks = [asdict(cache_check(launches, results))] if options.fresh_cache else []
@@ -702,6 +705,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tie", type=float, default=0.5, help="largest log probability gap of a near-tie (default: %(default)s)"
     )
+    parser.add_argument(
+        "--tipped",
+        type=int,
+        default=1,
+        help="first tokens of a launch that may differ by more than a near-tie (default: %(default)s)",
+    )
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds for one start (default: %(default)s)")
     parser.add_argument(
@@ -745,8 +754,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--layouts: {layout.name}: {problem}")
     if unknown := sorted({mode for modes in options.layouts.values() for mode in modes} - {*MODES, STOCK}):
         parser.error(f"--modes, --layouts: {', '.join(unknown)}: choose from {', '.join(MODES)}")
-    if options.jobs < 1:
-        parser.error("--jobs: at least 1")
+    for name, least in (("jobs", 1), ("tipped", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name}: at least {least}")
     return options
 
 

@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         first = sum(prompt) % 700
         top = [[-0.7, first, None], [-0.9, first + 1, None]]
         flip = os.environ.get("FAKE_FLIP", "").split(":")
-        if flip[0] == os.environ.get("PAGEWEAVER_MODE"):
+        if flip[0] == os.environ.get("PAGEWEAVER_MODE") and flip[2:] in ([], [str(Handler.calls)]):
             first += int(flip[1])
         answer = {"output_ids": [first] * new, "meta_info": {"output_top_logprobs": [top] * new}}
         self.send_response(200)
