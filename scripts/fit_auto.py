@@ -2,11 +2,14 @@
 """What mode auto goes by (pageweaver_sglang/auto/model.py), from measurements of `pageweaver bench`.
 
     fit_auto.py benchmarks/results/h200/arms-{ctx*,packed}.json
+    fit_auto.py benchmarks/results/h200/eight-heads/arms-*-8heads.json
 
-Per workload: visits that windows of 64 save, what the same order saves when it is found beforehand (union8 less
-pageweaver-w64-fixed, whole calls, graph_ms) in ns per visit, what finding it adds in the call, the model's gain and
-the measured one. Below: visit-weighted mean, mean cost per window, and the same for the paper's kernel, whose cost of
-finding the order is taken from windows of 128.
+The reports' calls must have groups of one size, of 8 or of 16.
+
+Per workload: visits (of groups of 8, as regrouping counts them) that windows of 64 save, what the same order saves when
+it is found beforehand (union8 less pageweaver-w64-fixed, whole calls, graph_ms) in ns per visit, what finding it adds
+in the call, the model's gain and the measured one. Below: visit-weighted mean, mean cost per window, and the same for
+the paper's kernel, whose cost of finding the order is taken from windows of 128.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
         arms = report["arms"]
         us = {name: 1000 * arm["graph_ms"]["median"] for name, arm in arms.items() if arm.get("graph_ms")}
         visits = {name: arms[name]["counts"]["visits"] for name in us}
+        counts = report["logical"]["counts"]
         rows.append(
             {
                 "name": Path(report["workload"]["name"]).stem,
                 "rows": report["workload"]["tokens"] * report["workload"]["kv_heads"],
-                "saved": visits["union8"] - visits["pageweaver-w64"],
+                "union": 8 if counts["original-8"]["visits"] == visits["union8"] else 16,
+                "saved": counts["original-8"]["visits"] - counts["w64-8"]["visits"],
                 "worth": us["union8"] - us["pageweaver-w64-fixed"],
                 "gain": us["union8"] - us["pageweaver-w64"],
                 "cost": {w: us[f"pageweaver-w{w}"] - us[f"pageweaver-w{w}-fixed"] for w in (64, 128)},
@@ -64,10 +69,15 @@ def main() -> int:
         rows = rows_of([read_report(path) for path in parser.parse_args().reports])
     except ValueError as error:
         sys.exit(f"fit_auto.py: {error}")
+    sizes = {row["union"] for row in rows}
+    if len(sizes) > 1:
+        sys.exit("fit_auto.py: JSON: the reports must have groups of one size, got some of 8 and some of 16")
+    (union,) = sizes
     header = ["workload", "rows", "visits saved", "ns a visit", "W64 costs, us", "W128, us", "gain, us", "model's"]
     lines = []
     for row in rows:
-        expected = model.gain_us(row["rows"], row["saved"] / row["rows"], window=64, engine="stream")
+        saved_per_row = row["saved"] / row["rows"]
+        expected = model.gain_us(row["rows"], saved_per_row, window=64, engine="stream", union=union)
         lines.append(
             [
                 row["name"],
@@ -81,7 +91,8 @@ def main() -> int:
         )
     print(table(header, lines))
     found = fit(rows)
-    print(f"\nstream: {found['stream']:.2f} ns a visit (model: {model.NS_PER_VISIT['stream']})")
+    known = 1000 * model.worth_us(1, "stream", union)
+    print(f"\nstream, groups of {union}: {found['stream']:.2f} ns a visit (model: {known:.2f})")
     if "union8" in found:
         print(f"union8: {found['union8']:.2f} ns a visit (model: {model.NS_PER_VISIT['union8']})")
     for window in (64, 128):

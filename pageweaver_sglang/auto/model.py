@@ -21,9 +21,10 @@ from ..plan import GROUP_SIZE
 NS_PER_VISIT = {"stream": 4.75, "union8": 8.5}
 """Time that one page visit less saves, by engine."""
 
-NS_PER_VISIT_OF_16 = 2.8
+NS_PER_VISIT_OF_16 = 2.45
 """The same for ``stream`` in groups of 16, where a KV head has 8 query heads and fewer: per visit of groups of 8, which
-are what regrouping counts, and what a tile of 8 queries is busy with."""
+are what regrouping counts, and what a tile of 8 queries is busy with. From ``eight-heads/`` beside those results;
+regrouping costs 1 us more there."""
 
 REGROUP_US = {64: 12.7, 128: 19.5}
 """By window: time that any regrouping adds to a call."""
@@ -35,7 +36,7 @@ NS_PER_ROW = 25.0
 """Time of a call in its original order, per row, rounded down: 27.6 (``ctx8k``) to 43.6 ns (``ctx128k``)."""
 
 NS_PER_ROW_OF_16 = 16.0
-"""The same in groups of 16."""
+"""The same in groups of 16: 16.1 (``ctx8k``) to 32.0 ns (``ctx128k``)."""
 
 
 def cost_us(rows: int, window: int) -> float:

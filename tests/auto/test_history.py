@@ -148,7 +148,7 @@ def test_few_heads_count_as_the_groups_that_their_calls_get(tokens):
         decision = call(history, GAINS, tokens=tokens)
     gain = model.gain_us(tokens, GAINS, window=64, engine="stream", union=union)
     assert decision.gain_us == pytest.approx(gain, rel=1e-3)
-    assert model.worth_us(1000, "stream", 16) == pytest.approx(2.8)
+    assert model.worth_us(1000, "stream", 16) == pytest.approx(2.45)
     assert model.worth_us(1000, "union8", 16) == model.worth_us(1000, "union8")  # stream's alone
 
 
