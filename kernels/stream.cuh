@@ -157,7 +157,7 @@ struct alignas(1024) StreamSharedStorage {
   uint8_t k[Traits::kStages][RowTile::kTileBytes];
   uint8_t v[Traits::kStages][RowTile::kTileBytes];  // V^T of a page in E4M3, V of half a page in BF16
   uint8_t q[Traits::kGroupSlots][Traits::kConsumers][Traits::Math::kQBytes];
-  ListedPage<Traits::kGroupSize> list[Traits::kMaxUnion];  // the loading warps' own, as all up to `next`
+  ListedPage<Traits::kGroupSize> list[Traits::kMaxUnion];  // the loading warps' own, as all up to `next` but `groups`
   uint8_t distance[Traits::kMaxUnion][Traits::kConsumers];
   ListHead head;
   StreamGroup<Traits> groups[Traits::kGroupSlots];

@@ -209,7 +209,7 @@ def sparse_prefill(
         page_size: tokens per page. CUDA: 128 or 64, on Hopper only 128 with the engine ``union8``.
         config: settings; None for the defaults. ``mode`` must not be ``native``.
         workspace: buffers to use instead of allocating. Its ``group_size`` is the call's: one that the engine takes.
-            On Hopper that is 8, with the engine ``stream`` and up to 8 query heads per KV head also 16;
+            Hopper's own engines take 8, ``stream`` with up to 8 query heads per KV head also 16;
             :func:`.cuda.support.call_group_size` says which is the better one for a call, and without a workspace
             serves.
         value_tiles: where the stream engine keeps V's tiles, instead of the workspace's or of memory allocated for the
@@ -289,7 +289,8 @@ def sparse_prefill(
     engine = support.engine_on(config.engine, support.capability_of(q.device), kind)
     requests = cu_seqlens.shape[0] - 1
     kv_heads, _, k = topk_idx.shape
-    grouping = support.call_grouping(config, q, k_cache, page_size)
+    processors = support.processors_of(q.device)
+    grouping = support.grouping(engine, q.shape[1] // kv_heads, kv_heads * tokens, processors)
     pool_pages = k_cache.shape[0] // page_size
     if not support.reads_value_tiles(engine, v_cache.dtype):
         value_tiles = None
@@ -315,7 +316,7 @@ def sparse_prefill(
     perm = None
     if measurement is not None and torch.cuda.is_current_stream_capturing():
         measurement = None  # every replay would count again
-    if _regroups(config, decision, kv_heads * tokens, k, plan.group_size):
+    if _regroups(config, engine, decision, kv_heads * tokens, k, plan.group_size):
         perm = (
             workspace.perm(tokens)
             if workspace is not None
@@ -368,11 +369,13 @@ def sparse_prefill(
     return out
 
 
-def _regroups(config: Config, decision: Decision | None, rows: int, topk: int, union: int) -> bool:
-    """Whether a call of ``rows`` (query, KV head) pairs in groups of ``union`` regroups."""
+def _regroups(config: Config, engine: str, decision: Decision | None, rows: int, topk: int, union: int) -> bool:
+    """Whether a call of ``rows`` (query, KV head) pairs regroups that ``engine`` serves in groups of ``union``."""
     if config.mode != "auto":
         return config.mode == "pageweaver"
-    return can_pay(config, rows, topk, union) if decision is None else decision.regroup
+    if decision is not None:
+        return decision.regroup
+    return can_pay(rows, topk, window=config.window, engine=engine, union=union)
 
 
 def _on_cuda(tensor: object) -> bool:

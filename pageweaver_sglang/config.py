@@ -67,7 +67,8 @@ class Config(BaseModel):
     window: Literal[64, 128] = Field(64, description="64 or 128")
     """Consecutive queries of one request among which one regroup chooses."""
     guard: Literal["none", "window"] = Field("window", description="none or window")
-    """``window`` keeps a window's original order unless regrouping lowers its page visits."""
+    """``window`` keeps a window's original order unless regrouping lowers its page visits, counted in
+    the order's own groups (of 8 on Hopper)."""
     capacity: int = Field(512, ge=1, le=512, description="an integer in 1..512")
     """Logical pages that regrouping's direct bitmap holds."""
     overflow: Literal["rename", "original"] = Field("rename", description="rename or original")

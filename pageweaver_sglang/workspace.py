@@ -22,7 +22,7 @@ class Workspace:
         q_heads: query heads on this device; ``None`` for a workspace without an output buffer.
         window: queries per window.
         group_size: queries per union, of all calls whatever their size: one that the engine takes, see
-            :func:`.cuda.support.call_group_size`. 8 always serves on Hopper.
+            :func:`.cuda.support.call_group_size`. Hopper's own engines always take 8.
         head_dim: elements per head of the output.
         dtype: dtype of the output (that of ``q``).
         pool_pages: most pages of an FP8 KV pool. The stream engine's tiles are then allocated at once, 16 KiB per page

@@ -26,6 +26,7 @@ from pageweaver_sglang.auto import model
 from scripts.results_table import read_report, table
 
 PAPER = ("union8-paper", "pageweaver-w128-paper")
+NEEDED = ("union8", *(f"pageweaver-w{window}{order}" for window in (64, 128) for order in ("", "-fixed")))
 
 
 def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -33,6 +34,8 @@ def rows_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for report in reports:
         arms = report["arms"]
+        if missing := [name for name in NEEDED if not arms.get(name, {}).get("graph_ms")]:
+            raise ValueError(f"{report['workload']['name']}: no timing with graphs of the arms {', '.join(missing)}")
         us = {name: 1000 * arm["graph_ms"]["median"] for name, arm in arms.items() if arm.get("graph_ms")}
         visits = {name: arms[name]["counts"]["visits"] for name in us}
         counts = report["logical"]["counts"]

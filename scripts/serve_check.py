@@ -708,8 +708,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tipped",
         type=int,
-        default=1,
-        help="first tokens of a launch that may differ by more than a near-tie (default: %(default)s)",
+        default=0,
+        help="first tokens of a launch that may differ by more than a near-tie (default: %(default)s); "
+        "1 for a model of 8 query heads with an FP8 cache",
     )
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds for one start (default: %(default)s)")

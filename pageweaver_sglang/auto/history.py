@@ -35,7 +35,8 @@ MEASURE_EVERY = 8
 PROBE_SHARE = 0.003
 """While a key keeps the original order, the share of its time that may go into regrouping, to see if that still loses.
 
-For calls of 16,384 queries it is every 12th that regroups, for smaller ones it is less often.
+For calls of 16,384 queries it is every 12th that regroups (every 19th in groups of 16), for smaller ones it is less
+often.
 """
 
 
@@ -81,12 +82,11 @@ class _Key:
         return sum(saved for _, saved in self.measured) / rows if rows else None
 
 
-def can_pay(config: Config, rows: int, topk: int, union: int = GROUP_SIZE) -> bool:
-    """Whether regrouping ``rows`` (query, KV head) pairs could gain anything in groups of ``union``, whatever they
-    picked.
+def can_pay(rows: int, topk: int, *, window: int, engine: str, union: int = GROUP_SIZE) -> bool:
+    """Whether regrouping ``rows`` (query, KV head) pairs could gain anything where ``engine`` serves them in groups of
+    ``union``, whatever they picked.
     """
-    most = model.most_saved_per_row(topk)
-    return model.gain_us(rows, most, window=config.window, engine=config.engine, union=union) > 0
+    return model.gain_us(rows, model.most_saved_per_row(topk), window=window, engine=engine, union=union) > 0
 
 
 class History:
@@ -95,7 +95,8 @@ class History:
     Args:
         config: the settings; ``window``, ``engine``, ``capacity`` and ``overflow`` count.
         page_size: tokens per page.
-        heads_per_kv_head: query heads per KV head of the calls: what a page visit costs depends on it.
+        heads_per_kv_head: query heads per KV head of the calls: with the size of a call it says how many queries a
+            group has, and what a page visit costs depends on that. Another group size of a workspace is not known here.
         max_keys: (layer, context) pairs to remember.
 
     Raises:
@@ -136,13 +137,14 @@ class History:
         queries, pages = self._shape(lengths, topk) if lengths is not None else (tokens, 0)
         rows = kv_heads * queries
         processors = support.processors_of(topk_idx.device)
-        union = support.grouping(self._config.engine, self._heads_per_kv_head, kv_heads * tokens, processors).union
-        if not can_pay(self._config, rows, topk, union):
+        engine = self._engine_on(topk_idx.device)
+        union = support.grouping(engine, self._heads_per_kv_head, kv_heads * tokens, processors).union
+        if not can_pay(rows, topk, window=self._config.window, engine=engine, union=union):
             return Decision(False, "small")
         # Contexts of a power of two and up to the next one share a history.
         name = layer, None if lengths is None else pages.bit_length()
         if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
-            return self._by_history(self._keys.get(name, _Key()), rows, union)
+            return self._by_history(self._keys.get(name, _Key()), rows, engine, union)
         key = self._keys.setdefault(name, _Key())
         self._keys.move_to_end(name)
         if len(self._keys) > self._max_keys:
@@ -151,21 +153,26 @@ class History:
         if self._readback is not None:
             self._readback.give_up()
         self._absorb(key)
-        decision = self._by_history(key, rows, union)
+        decision = self._by_history(key, rows, engine, union)
         due = decision.reason == "first" or key.calls - key.pending_call >= MEASURE_EVERY
         if not decision.regroup:
-            key.kept_us += model.time_us(rows, union)
+            key.kept_us += model.time_us(rows, engine, union)
             due = key.kept_us * PROBE_SHARE >= model.cost_us(rows, self._config.window)
         if not due or key.pending is not None or (measurement := self._measurement(topk_idx.device)) is None:
             return decision
         key.pending, key.pending_rows, key.pending_call, key.kept_us = measurement, rows, key.calls, 0.0
         return Decision(True, decision.reason if decision.regroup else "probe", decision.gain_us, measurement)
 
-    def _by_history(self, key: _Key, rows: int, union: int) -> Decision:
+    def _engine_on(self, device: torch.device) -> str:
+        """The engine that serves there, as far as the setting, the GPU and the page size say."""
+        asked, kind = self._config.engine, support.CallKind(page_size=self._page_size)
+        return support.engine_on(asked, support.capability_of(device), kind) or asked
+
+    def _by_history(self, key: _Key, rows: int, engine: str, union: int) -> Decision:
         saved = key.saved_per_row()
         if saved is None:
             return Decision(True, "first")
-        gain = model.gain_us(rows, saved, window=self._config.window, engine=self._config.engine, union=union)
+        gain = model.gain_us(rows, saved, window=self._config.window, engine=engine, union=union)
         return Decision(gain > 0, "regroup" if gain > 0 else "original", gain)
 
     def _shape(self, lengths: HostLengths, topk: int) -> tuple[int, int]:

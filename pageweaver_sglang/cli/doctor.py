@@ -144,7 +144,7 @@ def auto_rule(config: Config) -> str:
     fixed, slope = model.REGROUP_US[config.window], model.REGROUP_US_PER_1000_ROWS[config.window]
     worth = f"{model.worth_us(1000, config.engine):.2f} us"
     if config.engine == "stream":
-        worth += f" ({model.worth_us(1000, config.engine, 16):.2f} us where a KV head has 8 query heads or fewer)"
+        worth += f" ({model.worth_us(1000, config.engine, 16):.2f} us where that engine has groups of 16)"
     return (
         f"decided per call: windows of {config.window} are regrouped where a layer's earlier calls, at such a context, "
         f"let expect more than it costs: 1,000 page visits saved count as {worth}, regrouping as {fixed:.0f} us and "

@@ -20,7 +20,7 @@ MAX_GQA_RATIO = 16
 PACKED_HEADS = 8
 """Query heads per KV head up to which ``stream`` puts 8 queries into a tile, instead of 4."""
 PROCESSORS = 132
-"""Multiprocessors of an H100 or H200, for calls that are not on a GPU."""
+"""Multiprocessors of an H200 and of most H100s, for calls that are not on a GPU."""
 MAX_TOPK = 16
 COMPUTE_CAPABILITY = (9, 0)
 """Hopper's, which the engines ``stream`` and ``union8`` are built for."""

@@ -54,7 +54,7 @@ COUNTERS: dict[str, tuple[str, str, str]] = {
         "decisions",
     ),
     "measured_visits": (
-        "Page visits of calls that mode auto measured: in their original order, and after regrouping.",
+        "Page visits of calls that mode auto measured, in groups of 8: in their original order, and after regrouping.",
         "kind",
         "measured_visits",
     ),

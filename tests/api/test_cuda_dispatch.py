@@ -218,6 +218,17 @@ def test_sparse_prefill_by_the_portable_engine(calls, monkeypatch, capability, a
         pw.sparse_prefill(*case.args(), config=config, workspace=wrong, page_size=64)
 
 
+@pytest.mark.parametrize(("capability", "regroups"), [((9, 0), False), ((8, 0), True)])
+def test_whether_a_call_can_gain_is_asked_of_the_engine_that_serves(calls, monkeypatch, capability, regroups):
+    """292 rows in groups of 16: too few for ``stream`` to gain, but not for ``portable``, whose visits cost more."""
+    monkeypatch.setattr(support, "capability_of", lambda device: capability)
+    monkeypatch.setattr(support, "processors_of", lambda device: 8)
+    case = make_case("padded", ratio=4, kv_heads=2)
+    assert case.topk_idx.shape[:2] == (2, 146)
+    pw.sparse_prefill(*case.args())
+    assert (calls[0][0] == "regroup") == regroups
+
+
 @pytest.mark.parametrize("given", [None, 8, 16])
 @pytest.mark.parametrize(("ratio", "processors"), [(8, 4), (8, 50), (1, 4)])
 def test_stream_with_few_heads_takes_groups_of_8_and_of_16(calls, monkeypatch, ratio, processors, given):

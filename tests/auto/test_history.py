@@ -152,6 +152,23 @@ def test_few_heads_count_as_the_groups_that_their_calls_get(tokens):
     assert model.worth_us(1000, "union8", 16) == model.worth_us(1000, "union8")  # stream's alone
 
 
+@pytest.mark.parametrize(("capability", "page_size"), [((8, 0), 128), ((12, 0), 128), ((9, 0), 64)])
+def test_the_engine_that_serves_counts_and_not_the_one_asked_for(monkeypatch, capability, page_size):
+    """Other GPUs and pages are portable's whatever the setting says, and its visits are worth more than stream's."""
+    monkeypatch.setattr(auto.support, "capability_of", lambda device: capability)
+    gains = {}
+    for engine in ("stream", "portable"):
+        history = History(pw.Config(engine=engine), page_size=page_size, heads_per_kv_head=8)
+        for _ in range(3):
+            gains[engine] = call(history, GAINS).gain_us
+    assert gains["stream"] == gains["portable"]
+    on_hopper = History(pw.Config(), heads_per_kv_head=8)
+    monkeypatch.undo()
+    for _ in range(3):
+        gains["hopper"] = call(on_hopper, GAINS).gain_us
+    assert gains["hopper"] < gains["portable"]
+
+
 def test_few_heads_are_probed_less_often():
     """Their calls take less time, of which regrouping may take the same share."""
     apart = {}
@@ -160,7 +177,7 @@ def test_few_heads_are_probed_less_often():
         decisions = [call(history, LOSES) for _ in range(60)]
         probes = [number for number, decision in enumerate(decisions) if decision.reason == "probe"]
         apart[heads] = probes[1] - probes[0]
-        assert model.cost_us(ROWS, 64) <= auto.PROBE_SHARE * apart[heads] * model.time_us(ROWS, union)
+        assert model.cost_us(ROWS, 64) <= auto.PROBE_SHARE * apart[heads] * model.time_us(ROWS, "stream", union)
     assert apart[8] > apart[16]
 
 

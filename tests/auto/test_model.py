@@ -99,11 +99,18 @@ def test_the_figures_are_those_that_the_measurements_give():
     assert min(1e6 * times_of(r["name"], 8)["union8"] / r["rows"] for r in rows) >= model.NS_PER_ROW_OF_16
 
 
+def test_a_report_without_the_arms_that_the_fit_needs():
+    with pytest.raises(ValueError, match=r"ctx64k_a.*no timing with graphs of the arms .*pageweaver-w64-fixed"):
+        fit_auto.rows_of([json.loads((RESULTS / "eight-heads" / "arms-ctx64k_a-4heads.json").read_text())])
+
+
 def test_worth_and_cost():
     assert model.worth_us(1000, "stream") == pytest.approx(4.75)
     assert model.worth_us(1000, "an engine without figures") == model.worth_us(1000, "stream")
     assert model.cost_us(10_000, 64) == pytest.approx(13.9)
     assert model.gain_us(10_000, 1.0, window=64, engine="stream") == pytest.approx(47.5 - 13.9)
+    assert model.time_us(1000, "stream", 16) == pytest.approx(16)
+    assert model.time_us(1000, "portable", 16) == model.time_us(1000, "stream") == pytest.approx(25)
 
 
 def test_most_saved_per_row_is_reached():

@@ -69,7 +69,7 @@ def test_json_schema(machine, capsys):
     assert report["settings"]["mode"] == {"value": "auto", "source": "default"}
     (rule,) = [finding["found"] for finding in report["findings"] if finding["name"] == "order"]
     assert "windows of 64 are regrouped" in rule
-    worth = "4.75 us (2.45 us where a KV head has 8 query heads or fewer)"
+    worth = "4.75 us (2.45 us where that engine has groups of 16)"
     assert f"1,000 page visits saved count as {worth}, regrouping as 13 us and 0.12 us for 1,000" in rule
 
 

@@ -109,14 +109,14 @@ def test_near_tie_is_agreement(arguments, tmp_path, monkeypatch):
     assert report["first_tokens"]["tp1-pageweaver"]["rows"][0]["gap"] == pytest.approx(0.2)
 
 
-def test_one_tipped_token_is_let_pass_unless_none_may_be(arguments, tmp_path, monkeypatch):
+def test_one_tipped_token_fails_unless_one_may_be(arguments, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_FLIP", "pageweaver:5:2")
-    code, report = run(arguments, tmp_path, "--modes", "pageweaver,native")
+    code, report = run(arguments, tmp_path, "--modes", "pageweaver,native", "--tipped", "1")
     assert code == 0
     tokens = report["launches"]["tp1-pageweaver"]["checks"][-1]
     assert (tokens["name"], tokens["ok"]) == ("first tokens agree with the reference", True)
     assert "4 of 5 equal, 0 near-ties; differ: ['" in tokens["detail"]
-    code, report = run(arguments, tmp_path, "--modes", "pageweaver,native", "--tipped", "0")
+    code, report = run(arguments, tmp_path, "--modes", "pageweaver,native")
     assert failures(report) == [("tp1-pageweaver", "first tokens agree with the reference")]
 
 
