@@ -64,18 +64,9 @@ BF16_CALLS = {
 
 def outputs(case: Case, config: pw.Config) -> list[torch.Tensor]:
     """The call's output in every group size that its engine takes, as bits."""
-    kv_heads, tokens, k = case.topk_idx.shape
     found = []
     for group_size in support.call_grouping(config, case.q, case.k_cache, case.page_size).unions:
-        workspace = pw.Workspace(
-            tokens,
-            len(case.seq_lens),
-            kv_heads=kv_heads,
-            topk=k,
-            window=config.window,
-            group_size=group_size,
-            device="cuda",
-        )
+        workspace = pw.Workspace(**case.workspace_sizes(), window=config.window, group_size=group_size)
         found.append(pw.sparse_prefill(*case.args(), config=config, workspace=workspace).view(torch.int16))
     return found
 

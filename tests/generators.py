@@ -42,6 +42,12 @@ class Case:
         """The keyword arguments."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale, "page_size": self.page_size}
 
+    def workspace_sizes(self) -> dict[str, Any]:
+        """Of a ``Workspace`` that the call just fits; window, group size and what else it is for are the caller's."""
+        kv_heads, tokens, k = self.topk_idx.shape
+        sizes = {"max_tokens": tokens, "max_requests": len(self.seq_lens), "kv_heads": kv_heads, "topk": k}
+        return {**sizes, "device": self.q.device}
+
     def to(self, device: torch.device | str) -> Case:
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return dataclasses.replace(self, **tensors)

@@ -49,16 +49,7 @@ def stream(case: Case, kind: Kind, group_size: int, window: int | None = 64, **k
 
 def served(case: Case, config: pw.Config, group_size: int) -> torch.Tensor:
     """The public function's output with a workspace of that group size."""
-    kv_heads, tokens, k = case.topk_idx.shape
-    workspace = pw.Workspace(
-        tokens,
-        len(case.seq_lens),
-        kv_heads=kv_heads,
-        topk=k,
-        window=config.window,
-        group_size=group_size,
-        device="cuda",
-    )
+    workspace = pw.Workspace(**case.workspace_sizes(), window=config.window, group_size=group_size)
     out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device="cuda")
     scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
     return pw.sparse_prefill(*case.args(), **scales, config=config, workspace=workspace, out=out)
