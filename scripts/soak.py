@@ -10,7 +10,8 @@ difference logged. After a warm-up (which also compiles and tunes that function)
 the time is up: prompts of one token, of some ten, and with a common beginning (radix cache); bursts of --concurrency
 prompts of 1K to 8K; prompts of 64K; requests whose client hangs up before the answer or in the middle of a stream; and
 requests that must be answered with an error: a prompt longer than the context, a body that is no JSON, token ids that
-are none. (Ids past the vocabulary are not sent: SGLang hands them to the embedding unchecked.)
+are none. (Ids past the vocabulary are not sent: SGLang hands them to the embedding unchecked.) On a slow machine they
+go on, within --budget, until each kind was sent and memory was sampled often enough to judge it.
 
 Checked: every good request answered and every bad one refused; the server up to the end, and its first token for one
 prompt the same as at the beginning, or a near-tie; no call left to SGLang's Step 3, except for an --expected-fallback;
@@ -240,8 +241,16 @@ class Traffic:
         self.bad("no JSON", b'{"input_ids": [300, 301')
         self.stop.wait(rng.uniform(0.2, 1))
 
-    def run(self, seconds: float, until: Callable[[], bool]) -> float:
-        """Send everything for so long, or until ``until`` says so; returns the seconds it was."""
+    def every_kind(self) -> bool:
+        """Whether a request of each kind has come to its end."""
+        with self._lock:
+            return len(self.kinds) == KINDS
+
+    def run(self, seconds: float, most: float, enough: Callable[[], bool], until: Callable[[], bool]) -> float:
+        """Send everything, in all at least ``seconds`` and until ``enough`` is true, at most ``most`` seconds.
+
+        ``until``: ends it at once. Returns the seconds it was.
+        """
 
         def repeat(one: Callable[[random.Random], None], seed: int) -> None:
             rng = random.Random(seed)
@@ -256,7 +265,9 @@ class Traffic:
         start = time.monotonic()
         for thread in threads:
             thread.start()
-        while time.monotonic() - start < seconds and not until():
+        while (lasted := time.monotonic() - start) < most and not until():
+            if lasted >= seconds and enough():
+                break
             time.sleep(0.05)
         lasted = time.monotonic() - start
         self.stop.set()
@@ -375,6 +386,10 @@ class Sampler(threading.Thread):
             self.samples.append(Sample(seconds, len(names), by_name, gpu_mb(), server_gpu_mb(list(names), schedulers)))
             self._stop_sampling.wait(self._interval)
 
+    def has_enough(self) -> bool:
+        """Whether the samples so far say how memory goes, and will after one more, however late that comes."""
+        return len(_second_half([(one.seconds, 0.0) for one in list(self.samples)])) >= 2 * FEWEST_SAMPLES
+
     def end(self) -> None:
         """Stop sampling."""
         self._stop_sampling.set()
@@ -394,16 +409,19 @@ class Trend:
     last_mb: float
 
 
+def _second_half(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of points (seconds, MB) by time, those from the middle of the time on."""
+    middle = (points[0][0] + points[-1][0]) / 2 if points else 0.0
+    return [point for point in points if point[0] >= middle]
+
+
 def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
     """The median of the slopes between all pairs of points (Theil-Sen), which single jumps don't move; None: too few.
 
     Args:
         points: (seconds, MB), by time. The second half of the time counts.
     """
-    if not points:
-        return None
-    middle = (points[0][0] + points[-1][0]) / 2
-    late = [point for point in points if point[0] >= middle]
+    late = _second_half(points)
     late = late[:: max(1, len(late) // 300)]
     if len(late) < FEWEST_SAMPLES:
         return None
@@ -563,7 +581,10 @@ class Run:
         log = options.logs / ("soak.log" if mode == options.mode else f"soak-{mode}.log")
         self.server = ServerProcess(self.command, log, environment=self.variables, patience=options.patience)
         self.traffic = Traffic(port, options)
-        self.samples: list[Sample] = []
+        self.sampler = Sampler(self.server, options.interval)
+        self.beside: list[Run] = []
+        """The other server's, if there is one: both send until both have enough, so that their growths compare."""
+        self.ended = False
         self.result: dict[str, Any] = {"command": shlex.join(self.command), "server_environment": self.variables}
         self.probes: list[list[dict[str, Any]]] = []
         self.text, self.failed = "", ""
@@ -579,6 +600,7 @@ class Run:
             try:
                 self._drive(deadline, both_warm)
             finally:
+                self.ended = True
                 both_warm.abort()  # nobody comes any more
                 self.text = self.server.text()
         except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
@@ -600,19 +622,31 @@ class Run:
         self.say(f"warm after {result['warm_up_s']} s")
         with contextlib.suppress(threading.BrokenBarrierError):  # the other server has failed, which that one reports
             both_warm.wait(max(1.0, deadline - time.monotonic()))
-        seconds = min(options.seconds, deadline - time.monotonic() - both_warm.parties * options.patience)
+        most = deadline - time.monotonic() - both_warm.parties * options.patience
+        seconds = min(options.seconds, most)
         self.say(f"traffic for {seconds:.0f} s")
-        sampler = Sampler(server, options.interval)
-        sampler.start()
-        try:
-            result["seconds"] = round(self.traffic.run(seconds, lambda: sampler.died is not None), 1)
-        finally:
-            sampler.end()
-            self.samples = sampler.samples
-        if sampler.died is None:
+        died = self._send_and_sample(seconds, most)
+        if died is None:
             self._probe(base)
         else:
-            self.failed = f"it ended with exit code {sampler.died}\n{server.tail()}"
+            self.failed = f"it ended with exit code {died}\n{server.tail()}"
+
+    def _send_and_sample(self, seconds: float, most: float) -> int | None:
+        """The server's exit code where it ended meanwhile."""
+        sampler, runs = self.sampler, [self, *self.beside]
+        sampler.start()
+        try:
+            lasted = self.traffic.run(
+                seconds, most, lambda: all(run.has_enough() for run in runs), lambda: sampler.died is not None
+            )
+            self.result["seconds"] = round(lasted, 1)
+        finally:
+            sampler.end()
+        return sampler.died
+
+    def has_enough(self) -> bool:
+        """Whether everything was sent and sampled that the checks need, or never will be."""
+        return self.ended or (self.traffic.every_kind() and self.sampler.has_enough())
 
     def _probe(self, base: str) -> None:
         options = self.options
@@ -632,13 +666,13 @@ class Run:
 
     def describe(self) -> dict[str, Any]:
         """For the report."""
-        second_half = {name: asdict(found) if found else None for name, found in trends(self.samples).items()}
+        second_half = {name: asdict(found) if found else None for name, found in trends(self.sampler.samples).items()}
         return {
             **self.result,
             "traffic": {name: one.describe() for name, one in sorted(self.traffic.kinds.items())},
             "ranks": {name: rank.describe() for name, rank in parse_log(self.text).ranks.items()},
             "compilations": self.text.count(COMPILING),
-            "memory": {"second_half": second_half, "samples": [asdict(one) for one in self.samples]},
+            "memory": {"second_half": second_half, "samples": [asdict(one) for one in self.sampler.samples]},
             "log": excerpts(self.text),
         }
 
@@ -649,6 +683,8 @@ def soak(options: argparse.Namespace, say: Callable[[str], None] = print) -> dic
     own = Run(options, options.mode, options.port, say)
     native = Run(options, "native", options.port + PORT_STEP, say) if options.compare_native else None
     runs = [own] if native is None else [own, native]
+    for run in runs:
+        run.beside = [other for other in runs if other is not run]
     both_warm = threading.Barrier(len(runs))
     # Servers are started and ended here, so that whatever ends this thread ends them.
     try:
@@ -667,7 +703,7 @@ def soak(options: argparse.Namespace, say: Callable[[str], None] = print) -> dic
     checks = [
         *own.checks(),
         *(Check(f"native: {one.name}", one.ok, one.detail) for one in (native.checks() if native else [])),
-        *memory_checks(trends(own.samples), trends(native.samples) if native else None, options),
+        *memory_checks(trends(own.sampler.samples), trends(native.sampler.samples) if native else None, options),
     ]
     return {
         "environment": environment.describe(options.commit),
@@ -711,7 +747,12 @@ def sizes(text: str) -> tuple[int, int]:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = "(default: %(default)s)"
-    parser.add_argument("--seconds", type=float, default=60, help=f"of traffic {shown}")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60,
+        help=f"of traffic; more, up to --budget, until every kind was sent and memory sampled often enough {shown}",
+    )
     parser.add_argument("--model", type=Path, default=Path("build/m3tiny"), help=f"made when it is missing {shown}")
     parser.add_argument("--mode", default="auto", help=f"PAGEWEAVER_MODE {shown}")
     parser.add_argument(

@@ -4,6 +4,7 @@
 # 1. all tests without a GPU, with SGLang 0.5.23;
 # 2. the SGLang tests again with SGLang 0.5.17;
 # 3. where there is a CUDA device: the GPU tests, in the environment that demo.sh uses.
+# The tests without a GPU run in a process per core, at most four; `-n 0` among the arguments runs them in this one.
 # VENV=DIR picks the test environment's folder (default .venv-test); PYTHON=/path/to/python picks the Python, 3.11 or 3.12.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -24,12 +25,14 @@ fi
 
 # The tests' tensors are small: more threads only wait for each other, for minutes on a busy machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Neighbours stay together, so that what a module's tests share is made once; one that is done takes over from the other.
+spread=(-n logical --maxprocesses 4 --dist worksteal)
 
 echo "== tests without a GPU, SGLang 0.5.23"
-"$venv/bin/python" -m pytest -m "not gpu" "$@"
+"$venv/bin/python" -m pytest -m "not gpu" "${spread[@]}" "$@"
 
 echo "== SGLang tests, SGLang 0.5.17"
-PYTHONPATH=$(cd "$venv" && pwd)/sglang-0.5.17 "$venv/bin/python" -m pytest -m "sglang and not gpu" "$@"
+PYTHONPATH=$(cd "$venv" && pwd)/sglang-0.5.17 "$venv/bin/python" -m pytest -m "sglang and not gpu" "${spread[@]}" "$@"
 
 if [ -n "$(nvidia-smi -L 2>/dev/null)" ]; then
   echo "== GPU tests"

@@ -2,7 +2,8 @@
 
 A prompt of N tokens takes N milliseconds in native, 0.8 of that in union8, half in pageweaver; a quarter of native's
 time, and the same amount less what is saved, is Step 3. FAKE_* variables make one arm misbehave (FAKE_ARM). Like the
-server of serve_check's tests it has a helper that ignores SIGTERM; FAKE_PIDS gets both process ids.
+server of serve_check's tests it has a helper that ignores SIGTERM; FAKE_PIDS gets both process ids. With
+FAKE_TOGETHER=N a server says nothing before N of them have started, however slow the machine.
 """
 
 import argparse
@@ -45,14 +46,19 @@ def timed() -> bool:
     return control.read(CONTROL)[1] is True
 
 
-def keep_state() -> None:
-    """What the plugin's thread does: say which switch was followed, and the calls by arm."""
-    while True:
+def write_state() -> None:
+    """Say which switch was followed, and the calls by arm."""
+    with lock:
         wanted = control.stamp(CONTROL)
         arm = MODE if misbehaves("STUCK") else serving()
-        with lock:
-            state = {"pid": os.getpid(), "serving": arm, "followed": wanted, "calls": dict(calls), "timing": timed()}
+        state = {"pid": os.getpid(), "serving": arm, "followed": wanted, "calls": dict(calls), "timing": timed()}
         control.write_json(control.state_path(CONTROL), state)
+
+
+def keep_state() -> None:
+    """What the plugin's thread does."""
+    while True:
+        write_state()
         time.sleep(0.1)
 
 
@@ -110,6 +116,7 @@ class Handler(BaseHTTPRequestHandler):
                 )
         if misbehaves("FALLBACK"):
             log("pageweaver: SGLang's own Step 3 serves calls with: attention sink")
+        write_state()  # before the answer, so that whoever has that finds the call counted, however slow the machine
         ttft = 0.0 if misbehaves("NO_TEXT") and body["input_ids"][0] % 4 == 0 else seconds
         meta = {"fake_ttft": ttft, "cached_tokens": 128 if misbehaves("CACHED") else 0}
         self.send_response(200)
@@ -125,6 +132,8 @@ def main() -> None:
     helper.stdout.readline()
     with open(os.environ["FAKE_PIDS"], "a") as out:
         out.write(f"{os.getpid()} {helper.pid}\n")
+    while len(Path(os.environ["FAKE_PIDS"]).read_text().splitlines()) < int(os.environ.get("FAKE_TOGETHER", 1)):
+        time.sleep(0.02)
     print("Triton autotuning for function _gqa_share_sparse_fwd_kernel,\nwith key as (1, 128),\nfinished after 1.20s,")
     print("best config selected: num_warps: 4, num_stages: 3;", flush=True)
     mode = "native" if misbehaves("WRONG_MODE") else MODE

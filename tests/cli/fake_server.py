@@ -16,7 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
-# It keeps FAKE_SCHEDULER_LEAK bytes every 20 ms, in the modes that FAKE_LEAKS_IN names (else in all).
+# It keeps FAKE_SCHEDULER_LEAK bytes for every sample of memory that soak.py takes, however seldom (FAKE_SMI has a line
+# for each), in the modes that FAKE_LEAKS_IN names (else in all).
 HELPER = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -25,7 +26,9 @@ modes = os.environ.get('FAKE_LEAKS_IN')
 leak = int(os.environ.get('FAKE_SCHEDULER_LEAK', 0)) if not modes or os.environ['PAGEWEAVER_MODE'] in modes else 0
 kept, end = [], time.monotonic() + 600
 while time.monotonic() < end:
-    kept.append(b'x' * leak)
+    if leak:
+        samples = open(os.environ['FAKE_SMI'], 'rb').read().count(b'\\n')
+        kept += [b'x' * leak for _ in range(samples - len(kept))]
     time.sleep(0.02)
 """
 LAYERS = (2, 3, 4, 5)
@@ -86,7 +89,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(text)
         prompt, new = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         Handler.calls += 1
-        Handler.kept.append(b"x" * int(os.environ.get("FAKE_LEAK", 0)))
+        if leak := int(os.environ.get("FAKE_LEAK", 0)):  # for every sample of memory, as the helper's
+            samples = Path(os.environ["FAKE_SMI"]).read_bytes().count(b"\n")
+            Handler.kept += [b"x" * leak for _ in range(samples - len(Handler.kept))]
         if Handler.calls == int(os.environ.get("FAKE_DIE_AFTER", -1)):
             print("CUDA error: an illegal memory access was encountered", flush=True)
             os._exit(3)

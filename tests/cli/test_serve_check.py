@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pageweaver_sglang.serving_ab import launch
 from tests.cli.interruptible import running
 
 from . import load_script
@@ -26,9 +26,8 @@ FAKE = Path(__file__).with_name("fake_server.py")
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    (port,) = launch.spare_ports(1)
+    return port
 
 
 def alive(pid: int) -> bool:
@@ -38,13 +37,19 @@ def alive(pid: int) -> bool:
         return False
 
 
+def server_pids(tmp_path) -> list[int]:
+    """Of the fake servers that got as far as saying theirs; one that is ended early may not."""
+    path = tmp_path / "pids"
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
 @pytest.fixture
 def arguments(tmp_path, monkeypatch):
     """Arguments for a quick run against the fake server; the folder gets the model, the logs, the report, the pids."""
     model = tmp_path / "model"
     make_tiny_m3.write_model(model, with_weights=False)
     monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
-    sizes = ["--prompts", "100,200", "--batch", "300,40", "--hold", "500", "--repeat", "1", "--budget", "100"]
+    sizes = ["--prompts", "100,200", "--batch", "300,40", "--hold", "500", "--repeat", "1", "--budget", "400"]
     places = ["--model", str(model), "--logs", str(tmp_path / "logs"), "--json", str(tmp_path / "report.json")]
     fake = shlex.join([sys.executable, str(FAKE)])
     return [*sizes, *places, "--port", str(free_port()), "--server-cmd", fake, "--least", "1", "--patience", "0.5"]
@@ -52,8 +57,7 @@ def arguments(tmp_path, monkeypatch):
 
 def run(arguments, tmp_path, *more):
     code = serve_check.main([*arguments, *more])
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert not [pid for pid in pids if alive(pid)], "a server's process was left"
+    assert not [pid for pid in server_pids(tmp_path) if alive(pid)], "a server's process was left"
     return code, json.loads((tmp_path / "report.json").read_text())
 
 
@@ -302,14 +306,14 @@ def test_ended_by_a_signal(arguments, tmp_path, number, jobs):
     environment = {**os.environ, "FAKE_HANG": "1"}
     script = [sys.executable, str(ROOT / "scripts" / "serve_check.py")]
     with running([*script, *arguments, "--jobs", str(jobs)], environment) as one:
-        pids = tmp_path / "pids"
-        for _ in range(300):
-            if pids.exists() and len(pids.read_text().split()) == 2 * jobs:
+        for _ in range(1000):
+            if len(server_pids(tmp_path)) == 2 * jobs:
                 break
             time.sleep(0.1)
         one.send_signal(number)
         assert one.wait(60) != 0
-    assert not [pid for pid in map(int, pids.read_text().split()) if alive(pid)]
+    assert len(server_pids(tmp_path)) == 2 * jobs
+    assert not [pid for pid in server_pids(tmp_path) if alive(pid)]
 
 
 def test_plugin_is_found_from_a_checkout(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from . import load_script
-from .test_serve_check import FAKE, alive, free_port
+from .test_serve_check import FAKE, alive, free_port, server_pids
 
 load_script("make_tiny_m3")
 load_script("serve_check")
@@ -71,12 +71,12 @@ def run(tmp_path, smi):
 
     def one(*more):
         sizes = ["--burst", "20-60", "--long", "200", "--context", "400", "--concurrency", "3"]
-        times = ["--seconds", "2.5", "--interval", "0.1", "--patience", "0.5", "--request-timeout", "20"]
+        # The interval is no less than what keeps the samples of two servers, each with a leak, within a gigabyte.
+        times = ["--seconds", "2.5", "--interval", "0.12", "--patience", "0.5", "--request-timeout", "100"]
         places = ["--model", str(model), "--logs", str(tmp_path / "logs"), "--json", str(tmp_path / "report.json")]
         fake = shlex.join([sys.executable, str(FAKE)])
         code = soak.main([*sizes, *times, *places, "--port", str(free_port()), "--server-cmd", fake, *more])
-        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        assert not [pid for pid in pids if alive(pid)], "a server's process was left"
+        assert not [pid for pid in server_pids(tmp_path) if alive(pid)], "a server's process was left"
         return code, json.loads((tmp_path / "report.json").read_text())
 
     return one
@@ -97,7 +97,7 @@ def test_a_good_server_passes(run):
     assert traffic["too long"]["refused"] == traffic["too long"]["sent"] > 0
     assert traffic["hung up in a stream"]["hung_up"] > 0
     assert report["ranks"]["TP0"]["verified_calls"] > 20
-    assert len(report["memory"]["samples"]) > 10
+    assert len(report["memory"]["samples"]) >= 10
     assert report["memory"]["samples"][0]["processes"] == 2
     assert set(report["memory"]["samples"][0]["rss_mb"]) == {"http", "scheduler"}
     assert set(report["memory"]["second_half"]) == {"http", "scheduler", "all but schedulers", "GPUs"}
@@ -111,8 +111,8 @@ def test_a_good_server_passes(run):
 @pytest.mark.parametrize(
     ("variable", "value", "check"),
     [
-        ("FAKE_LEAK", "400000", "resident memory, all but schedulers, flat"),
-        ("FAKE_SCHEDULER_LEAK", "2000000", "resident memory, scheduler, flat"),
+        ("FAKE_LEAK", "10000000", "resident memory, all but schedulers, flat"),
+        ("FAKE_SCHEDULER_LEAK", "10000000", "resident memory, scheduler, flat"),
         ("FAKE_GPU_LEAK", "50", "GPU memory, all processes, flat"),
         ("FAKE_APPS", "500 + 50 * CALLS", "GPU memory, the server's, flat"),
         ("FAKE_NRMS", "6.400%", "NRMS of every compared call at most 4.0% (6.25% below 64 tokens)"),
@@ -131,15 +131,17 @@ def test_a_bad_server_fails(run, monkeypatch, variable, value, check):
 
 @pytest.mark.parametrize("leaks_in", ["native auto", "auto", "native"])
 def test_growth_that_native_has_too_is_none_of_pageweavers(run, monkeypatch, leaks_in):
-    monkeypatch.setenv("FAKE_SCHEDULER_LEAK", "2000000")
+    monkeypatch.setenv("FAKE_SCHEDULER_LEAK", "8000000")
     monkeypatch.setenv("FAKE_LEAKS_IN", leaks_in)
-    code, report = run("--compare-native", "--max-growth", "40", "--max-other-growth", "40")
+    # Both samplers' samples make it grow: by 16 MB from one of a server's samples to the next, of which the second half
+    # has nine more at least. The servers' second halves don't begin and end at the same moment.
+    code, report = run("--compare-native", "--max-growth", "70", "--max-other-growth", "40", "--interval", "0.25")
     assert failures(report) == (["resident memory, scheduler, flat"] if leaks_in == "auto" else [])
     assert code == (1 if leaks_in == "auto" else 0)
     native = report["native"]
     assert native["server_environment"]["PAGEWEAVER_MODE"] == "native"
     assert set(native["traffic"]) == KINDS
-    growths = [one["memory"]["second_half"]["scheduler"]["growth_mb"] > 40 for one in (report, native)]
+    growths = [one["memory"]["second_half"]["scheduler"]["growth_mb"] > 100 for one in (report, native)]
     assert growths == ["auto" in leaks_in, "native" in leaks_in]
     for one in (report, native):
         assert "--mem-fraction-static 0.25" in one["command"]
@@ -208,16 +210,16 @@ def test_gpu_memory_beyond_natives(attributed, flat):
 
 def test_the_server_to_compare_with_dies(run, monkeypatch):
     monkeypatch.setenv("FAKE_DIE_AFTER", "30")
-    code, report = run("--compare-native", "--seconds", "20")
+    code, report = run("--compare-native", "--seconds", "100")
     assert code == 1
     assert "native: server started, stayed up and ended cleanly" in failures(report)
 
 
 def test_a_server_that_dies(run, monkeypatch):
     monkeypatch.setenv("FAKE_DIE_AFTER", "30")
-    code, report = run("--seconds", "20")
+    code, report = run("--seconds", "100")
     assert code == 1
-    assert report["seconds"] < 15, "it stops when the server is gone"
+    assert report["seconds"] < 90, "it stops when the server is gone"
     assert "exit code 3" in report["checks"][0]["detail"]
     assert {"server started, stayed up and ended cleanly", "no CUDA error, no traceback through PageWeaver"} <= set(
         failures(report)

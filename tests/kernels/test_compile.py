@@ -134,7 +134,9 @@ if "--version" in sys.argv:
     sys.exit()
 with open(os.path.join(folder, "calls"), "a") as calls:
     calls.write(" ".join(sys.argv[1:]) + "\\n")
-time.sleep({seconds})
+deadline = time.monotonic() + 60
+while {until} and time.monotonic() < deadline:
+    time.sleep(0.02)
 if {fails}:
     print("bindings.cu(7): error: identifier is undefined", file=sys.stderr)
     sys.exit(2)
@@ -151,9 +153,10 @@ class FakeToolkit:
         self.folder = folder
         self.nvcc = folder / "nvcc"
 
-    def install(self, *, release="12.8", seconds=0.0, fails=False):
+    def install(self, *, release="12.8", until="False", fails=False):
+        """``until``: an expression in Python, true as long as the compiler pretends to be busy."""
         self.folder.mkdir(exist_ok=True)
-        script = FAKE_NVCC.format(python=sys.executable, release=release, seconds=seconds, fails=fails)
+        script = FAKE_NVCC.format(python=sys.executable, release=release, until=until, fails=fails)
         self.nvcc.write_text(script)
         self.nvcc.chmod(0o755)
         loader._nvcc_version.cache_clear()
@@ -247,7 +250,8 @@ def test_built_library_is_found_without_nvcc(toolkit, monkeypatch):
 
 
 def test_processes_that_start_together_compile_once(toolkit, sources):
-    toolkit.install(seconds=1.0)
+    # The first one compiles until both others have said that they wait.
+    toolkit.install(until="sum('waiting' in open(f'{folder}/said-{n}').read() for n in range(3)) < 2")
     program = f"""
         from pathlib import Path
         from pageweaver_sglang.cuda import loader
@@ -255,21 +259,19 @@ def test_processes_that_start_together_compile_once(toolkit, sources):
         print(loader.build())
     """
     environment = {**os.environ, "PYTHONPATH": str(Path(loader.__file__).parents[2])}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(program)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    results = [process.communicate(timeout=60) for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0], results
-    assert len({out for out, _ in results}) == 1
+    said = [toolkit.folder / f"said-{number}" for number in range(3)]
+    for path in said:
+        path.touch()
+    started = []
+    for path in said:
+        with path.open("w") as err:
+            command = [sys.executable, "-c", textwrap.dedent(program)]
+            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=err, text=True))
+    outs = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], [path.read_text() for path in said]
+    assert len(set(outs)) == 1
     assert len(toolkit.calls()) == 1
-    assert sum("waiting" in err for _, err in results) == 2
+    assert sum("waiting" in path.read_text() for path in said) == 2
 
 
 def test_nothing_half_built_is_left(toolkit, tmp_path):

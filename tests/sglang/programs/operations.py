@@ -21,7 +21,7 @@ server_args = start("--served-model-name", "m3", *(["--enable-metrics"] if os.en
 from sparse_case import Case  # noqa: E402
 
 from pageweaver_sglang.config import load_config  # noqa: E402
-from pageweaver_sglang.plugin import control, operations, step3  # noqa: E402
+from pageweaver_sglang.plugin import control, step3  # noqa: E402
 
 folder = Path(os.environ["PAGEWEAVER_CONTROL_DIR"])
 config = load_config()
@@ -30,12 +30,23 @@ ours = case.backend.sparse.operations
 report: dict = {"one per process": Case(server_args, [0], [2]).backend.sparse.operations is ours}
 
 
-def switch(on: bool) -> float:
-    begin = time.monotonic()
-    control.write_switch(folder, on)
-    while (ours.switch.reason is None) != on and time.monotonic() < begin + 5:
+def wait_for(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
         time.sleep(0.005)
-    return time.monotonic() - begin
+
+
+def switch(on: bool) -> None:
+    control.write_switch(folder, on)
+    wait_for(lambda: (ours.switch.reason is None) == on)
+
+
+def published() -> None:
+    """Wait until the thread has been through twice: then what was counted until now is in the metrics."""
+    for _ in range(2):
+        before = control.state_path(folder).stat().st_mtime_ns
+        wait_for(lambda before=before: control.state_path(folder).stat().st_mtime_ns != before)
 
 
 def forward(settings=config):
@@ -45,9 +56,9 @@ def forward(settings=config):
 
 native = forward(config.model_copy(update={"mode": "native"}))
 woven = forward()
-report["seconds to off"] = switch(False)
+switch(False)
 report["off is native"] = torch.equal(forward(), native)
-report["seconds to on"] = switch(True)
+switch(True)
 report["on is pageweaver"] = torch.equal(forward(), woven)
 
 sparse_prefill = step3.sparse_prefill
@@ -84,7 +95,7 @@ def scrape() -> str:
     return b"".join(message.get("body", b"") for message in sent).decode()
 
 
-time.sleep(4 * operations.POLL_SECONDS)
+published()
 report["metrics are made"] = ours.metrics is not None
 report["metrics"] = [line for line in scrape().splitlines() if line.startswith("pageweaver:")]
 Path(os.environ["REPORT"]).write_text(json.dumps(report))
