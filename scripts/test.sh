@@ -25,8 +25,8 @@ fi
 
 # The tests' tensors are small: more threads only wait for each other, for minutes on a busy machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Neighbours stay together, so that what a module's tests share is made once; one that is done takes over from the other.
-spread=(-n logical --maxprocesses 4 --dist worksteal)
+# A module stays together: what its tests share is made once.
+spread=(-n logical --maxprocesses 4 --dist loadscope)
 
 echo "== tests without a GPU, SGLang 0.5.23"
 "$venv/bin/python" -m pytest -m "not gpu" "${spread[@]}" "$@"

@@ -22,7 +22,7 @@ from pageweaver_sglang.serving_ab.session import Progress, run_session
 from pageweaver_sglang.serving_ab.settings import ARMS, AbError, Cell, Settings
 
 from .options import add_commit_option
-from .output import explain, make_console
+from .output import make_console, say_error
 
 HELP = """compare the arms in served models, with SGLang's own benchmark client
 Every block starts one server per arm, warms it up and sends prompts of random token ids that ask for one token; blocks
@@ -173,7 +173,7 @@ class _Shown(Progress):
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the comparison; returns the exit code."""
-    console, errors = make_console(), Console(stderr=True)
+    console = make_console()
     target: Path = arguments.json or arguments.out / "ab.json"
     latest: dict[str, Any] = {}
 
@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace) -> int:
         with shown.bar:
             run_session(settings, save, shown, arguments.commit)
     except (AbError, OSError) as error:
-        errors.print(f"pageweaver ab: {explain(error)}", style="red", markup=False, highlight=False)
+        say_error("ab", error)
         return 2
     except (KeyboardInterrupt, SystemExit) as stop:
         if latest:

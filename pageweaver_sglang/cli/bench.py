@@ -28,7 +28,7 @@ from pageweaver_sglang.cuda.support import MAX_GQA_RATIO
 from . import bench_tables as tables
 from .demo import describe_workload, sentence
 from .options import add_commit_option, add_protocol_options, positive
-from .output import explain, make_console
+from .output import make_console, say_error
 
 HELP = """measure every arm on one or more workloads and write a report
 Needs an H100 or H200; --reference counts pages on any machine instead. Every arm is compared with a float64
@@ -122,7 +122,7 @@ class _Refused(Exception):
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark, or rebuild or compare reports; returns the exit code."""
-    console, errors = make_console(), Console(stderr=True)
+    console = make_console()
     try:
         if arguments.compare:
             return compare_reports(arguments.compare, console)
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         return measure_all(arguments, console)
     except (_Refused, supervision.Refused, WorkloadNotFound, ValueError, OSError) as error:
-        errors.print(f"pageweaver bench: {explain(error)}", style="red", markup=False, highlight=False)
+        say_error("bench", error)
         return 2
 
 

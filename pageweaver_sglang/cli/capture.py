@@ -21,7 +21,7 @@ from pageweaver_sglang.capture.control import (
 )
 from pageweaver_sglang.config import ENV_PREFIX, Config, ConfigError
 
-from .output import explain, make_console
+from .output import make_console, say_error
 
 HELP = """record the inputs of Step 3 calls of a running server, in any mode, native included
 Without an action: prints how to start a server that records into the folder. A server that was started with
@@ -70,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             _say_how_to_start(folder, settings, console)
     except (CaptureError, ConfigError, OSError, RuntimeError) as error:
-        Console(stderr=True).print(
-            f"pageweaver capture: {explain(error)}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        say_error("capture", error)
         return 2
     return 0
 

@@ -20,7 +20,7 @@ from pageweaver_sglang.bench.protocol import ArmUnavailable, Protocol, Timing
 from pageweaver_sglang.bench.workloads import WorkloadNotFound, expected_counts, find_workload, workload_names
 
 from .options import add_commit_option, add_protocol_options, positive
-from .output import explain, make_console
+from .output import make_console, say_error
 
 HELP = """show what PageWeaver does on one recorded workload; on a Hopper GPU, measure it
 Without a GPU: counts page visits in the original and the regrouped orders, checks them, and checks that attention
@@ -62,7 +62,7 @@ _seed.__name__ = "integer in 0..2**63-1"  # what argparse calls it in its messag
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo, print it, and return the exit code."""
-    console, errors = make_console(), Console(stderr=True)
+    console = make_console()
     try:
         path = find_workload(arguments.workload)
         workload = pw.load_workload(path)
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.open("a").close()
     except (WorkloadNotFound, ValueError, OSError) as error:
-        errors.print(f"pageweaver demo: {explain(error)}", style="red", markup=False, highlight=False)
+        say_error("demo", error)
         return 2
 
     name = path.stem if path.stem in workload_names() else str(path)

@@ -26,7 +26,7 @@ from pageweaver_sglang.inspection import (
     verdict,
 )
 
-from .output import LOG_WIDTH, make_console
+from .output import LOG_WIDTH, make_console, say_error
 
 _EXPLAINED = 8  # files of which each gets a sentence; of more only the layers do
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def fail(text: str) -> None:
         failures.append(text)
-        errors.print(f"pageweaver inspect: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
+        say_error("inspect", text, errors)
 
     if arguments.plots is not None:
         from pageweaver_sglang.inspection_plots import why_not

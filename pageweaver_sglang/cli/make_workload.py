@@ -8,13 +8,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from pageweaver_sglang.inspection import Inspection, inspect_workload
 from pageweaver_sglang.synthetic import PRESETS, Recipe, make_workload, preset
 
-from .output import make_console
+from .output import make_console, say_error
 
 _PRESET_LINES = "\n".join(f"  {name:<14} {text}" for name, (text, _) in PRESETS.items())
 HELP = f"""write a workload file of made page choices with given properties
@@ -107,9 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     except (OSError, ValueError) as error:
         text = str(error).removeprefix("Recipe: ").removeprefix("Workload: ")
-        Console(stderr=True).print(
-            f"pageweaver make-workload: {text}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        say_error("make-workload", text)
         return 2
     console = make_console()
     tokens = workload.topk_idx.shape[1]

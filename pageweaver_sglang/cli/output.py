@@ -15,6 +15,17 @@ def make_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
 
 
+def say_error(command: str, what: Exception | str, console: Console | None = None) -> None:
+    """Print on standard error that a command of ``pageweaver`` fails, and why; not wrapped: names of files stay whole.
+
+    ``console``: one on standard error that shows something else, too.
+    """
+    text = what if isinstance(what, str) else explain(what)
+    (console or Console(stderr=True)).print(
+        f"pageweaver {command}: {text}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+
+
 def explain(error: Exception) -> str:
     """An error as a message says it: the file and what is the matter with it, where the system names both."""
     if isinstance(error, OSError) and error.filename and error.strerror:

@@ -7,14 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from pageweaver_sglang.config import ConfigError, load_config
 from pageweaver_sglang.plugin import control
 
-from .output import explain, make_console
+from .output import make_console, say_error
 
 HELP = """switch PageWeaver off and on in running servers, without a restart
 off: every process hands all calls to SGLang's own Step 3, within a second. on: PageWeaver serves again, also in a
@@ -49,9 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         states = _wait(folder, wanted)
         on = control.read_switch(folder) is not False
     except (control.ControlError, ConfigError, OSError) as error:
-        Console(stderr=True).print(
-            f"pageweaver switch: {explain(error)}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        say_error("switch", error)
         return 2
     console.print(f"{folder}: {'on' if on else 'off'}", markup=False, highlight=False)
     if not states:
