@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "common.cuh"
 #include "ptx/math.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
@@ -31,6 +32,10 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kMaxTopk = 16;  // page ids of one query and KV head
 
 // ---------------------------------------------------------------- Types
+// Which slots of a group picked a page of its union: bit r is slot r. mask_dtype() in pageweaver_sglang/plan.py allocates them.
+template <int kSlots>
+using UnionMask = std::conditional_t<kSlots <= 8, uint8_t, int32_t>;
+
 // A packed batch of prefill chunks, as SGLang passes it. Request r owns the token rows
 // [cu_seqlens[r], cu_seqlens[r + 1]); rows in [cu_seqlens[requests], tokens) are padding.
 struct Lengths {

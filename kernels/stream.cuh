@@ -42,8 +42,6 @@
 //   probabilities | wait S's second half | free K(n + 1) | the other half; as above from the reference on | wait v_ready(n + 1)
 #pragma once
 
-#include <type_traits>
-
 #include "attention.cuh"
 #include "ptx/dependent_launch.cuh"
 
@@ -57,8 +55,8 @@ struct StreamTraits {
   using Rows = Rows_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kGroupSize = kConsumers * Rows::kQueries;
-  using Mask = std::conditional_t<kGroupSize <= 8, uint8_t, int32_t>;  // as in UnionPrepTraits
-  static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
+  using Mask = UnionMask<kGroupSize>;
+  static constexpr int kMaxUnion = kGroupSize * kMaxTopk;
   static constexpr int kThreads = RowTile::kThreads * (kConsumers + 1);
   static constexpr int kBlocksPerPage = Math::kBlocksPerPage;
   // Of 32 KiB; with Q's 32 or 64 KiB 224 of the SM's 227 KiB in groups of 8. The list of a group of 16 takes one of them.
@@ -158,6 +156,7 @@ struct alignas(1024) StreamSharedStorage {
   uint8_t v[Traits::kStages][RowTile::kTileBytes];  // V^T of a page in E4M3, V of half a page in BF16
   uint8_t q[Traits::kGroupSlots][Traits::kConsumers][Traits::Math::kQBytes];
   ListedPage<Traits::kGroupSize> list[Traits::kMaxUnion];  // the loading warps' own, as all up to `next` but `groups`
+  static_assert(Traits::kMaxUnion <= 256, "a distance in the list fits a byte");
   uint8_t distance[Traits::kMaxUnion][Traits::kConsumers];
   ListHead head;
   StreamGroup<Traits> groups[Traits::kGroupSlots];

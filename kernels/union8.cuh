@@ -42,7 +42,7 @@ struct UnionTraits {
   using Rows = TileRows<4>;
   static constexpr int kClusterSize = kClusterSize_;
   static constexpr int kGroupSize = kClusterSize * Rows::kQueries;
-  static constexpr int kMaxUnion = kGroupSize * 16;  // top-k of at most 16 pages a query
+  static constexpr int kMaxUnion = kGroupSize * kMaxTopk;
   static constexpr int kStages = 2;
   static constexpr int kSharePerCta = RowTile::kTileBytes / kClusterSize;  // what one CTA loads for all of the cluster
   static constexpr int kTokensPerCopy = RowTile::kPageSize / kClusterSize;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(RowTile::kThreads, Traits::kCtasPerSm) __clust
   if (threadIdx.x < count) {
     const int64_t at = group * p.max_union + threadIdx.x;
     const int page = p.pages[at], slot = p.slots[at];
-    uint32_t mask = static_cast<const uint8_t*>(p.masks)[at];
+    uint32_t mask = static_cast<const UnionMask<Traits::kGroupSize>*>(p.masks)[at];
     for (int r = 0; r < Traits::kGroupSize; ++r)
       if (group_limits[r] < page * RowTile::kPageSize) mask &= ~(1u << r);
     if (slot < 0) mask = 0;

@@ -31,8 +31,6 @@
 // Registers per thread are asserted by tests/kernels/test_compile.py.
 #pragma once
 
-#include <type_traits>
-
 #include "common.cuh"
 
 namespace pw {
@@ -54,7 +52,7 @@ struct UnionPrepTraits {
   static constexpr int kIds = kCandidates / kWarpSize;  // a lane's, all of one slot
   static constexpr int kLanesPerSlot = kWarpSize / kSlots;
   static_assert(kWholeEntries % kThreads == 0, "every thread clears and writes the same number of entries");
-  using Mask = std::conditional_t<kSlots <= 8, uint8_t, int32_t>;  // mask_dtype() in pageweaver_sglang/plan.py
+  using Mask = UnionMask<kSlots>;
   static_assert(kIds * kLanesPerSlot == kMaxTopk && kIds % 4 == 0, "whole vectors of one query per lane");
 
   struct Group {
