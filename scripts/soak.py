@@ -10,8 +10,8 @@ difference logged. After a warm-up (which also compiles and tunes that function)
 the time is up: prompts of one token, of some ten, and with a common beginning (radix cache); bursts of --concurrency
 prompts of 1K to 8K; prompts of 64K; requests whose client hangs up before the answer or in the middle of a stream; and
 requests that must be answered with an error: a prompt longer than the context, a body that is no JSON, token ids that
-are none. (Ids past the vocabulary are not sent: SGLang hands them to the embedding unchecked.) On a slow machine they
-go on, within --budget, until each kind was sent and memory was sampled often enough to judge it.
+are none. (Ids past the vocabulary are not sent: SGLang hands them to the embedding unchecked.) Where the time was too
+short for a verdict (a kind not yet sent, too few samples of memory), they go on, within --budget.
 
 Checked: every good request answered and every bad one refused; the server up to the end, and its first token for one
 prompt the same as at the beginning, or a near-tie; no call left to SGLang's Step 3, except for an --expected-fallback;
@@ -246,10 +246,25 @@ class Traffic:
         with self._lock:
             return len(self.kinds) == KINDS
 
-    def run(self, seconds: float, most: float, enough: Callable[[], bool], until: Callable[[], bool]) -> float:
-        """Send everything, in all at least ``seconds`` and until ``enough`` is true, at most ``most`` seconds.
+    def went_wrong(self) -> bool:
+        """Whether a request went otherwise than meant."""
+        with self._lock:
+            return any(kind.failed for kind in self.kinds.values())
 
-        ``until``: ends it at once. Returns the seconds it was.
+    def run(
+        self, seconds: float, end: float, answered: float, enough: Callable[[], bool], until: Callable[[], bool]
+    ) -> float:
+        """Send everything, for ``seconds`` and then until ``enough`` is true.
+
+        Args:
+            seconds: that it lasts at least.
+            end: of ``time.monotonic``, when it ends in any case.
+            answered: of ``time.monotonic``, until when the last answers are waited for.
+            enough: whether it need not go on.
+            until: ends it at once.
+
+        Returns:
+            The seconds it was.
         """
 
         def repeat(one: Callable[[random.Random], None], seed: int) -> None:
@@ -265,14 +280,14 @@ class Traffic:
         start = time.monotonic()
         for thread in threads:
             thread.start()
-        while (lasted := time.monotonic() - start) < most and not until():
-            if lasted >= seconds and enough():
+        while time.monotonic() < end and not until():
+            if time.monotonic() - start >= seconds and enough():
                 break
             time.sleep(0.05)
         lasted = time.monotonic() - start
         self.stop.set()
         for thread in threads:
-            thread.join(self.options.request_timeout)
+            thread.join(max(0.0, answered - time.monotonic()))
         return lasted
 
 
@@ -387,7 +402,7 @@ class Sampler(threading.Thread):
             self._stop_sampling.wait(self._interval)
 
     def has_enough(self) -> bool:
-        """Whether the samples so far say how memory goes, and will after one more, however late that comes."""
+        """Whether the samples so far say how memory goes, with room for one more that comes late."""
         return len(_second_half([(one.seconds, 0.0) for one in list(self.samples)])) >= 2 * FEWEST_SAMPLES
 
     def end(self) -> None:
@@ -582,23 +597,22 @@ class Run:
         self.server = ServerProcess(self.command, log, environment=self.variables, patience=options.patience)
         self.traffic = Traffic(port, options)
         self.sampler = Sampler(self.server, options.interval)
-        self.beside: list[Run] = []
-        """The other server's, if there is one: both send until both have enough, so that their growths compare."""
         self.ended = False
         self.result: dict[str, Any] = {"command": shlex.join(self.command), "server_environment": self.variables}
         self.probes: list[list[dict[str, Any]]] = []
         self.text, self.failed = "", ""
 
-    def drive(self, deadline: float, both_warm: threading.Barrier) -> None:
+    def drive(self, deadline: float, both_warm: threading.Barrier, enough: Callable[[], bool]) -> None:
         """Warm up the server, which has been started, and send everything; what goes wrong is noted in ``failed``.
 
         Args:
             deadline: of ``time.monotonic``, until which the servers must have ended.
             both_warm: where this waits for the other server, if there is one, before the traffic begins.
+            enough: whether the traffic need not go on after ``--seconds``.
         """
         try:
             try:
-                self._drive(deadline, both_warm)
+                self._drive(deadline, both_warm, enough)
             finally:
                 self.ended = True
                 both_warm.abort()  # nobody comes any more
@@ -606,7 +620,7 @@ class Run:
         except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
             self.failed = f"{type(error).__name__}: {error}"
 
-    def _drive(self, deadline: float, both_warm: threading.Barrier) -> None:
+    def _drive(self, deadline: float, both_warm: threading.Barrier, enough: Callable[[], bool]) -> None:
         options, server, result = self.options, self.server, self.result
         base = f"http://{HOST}:{self.port}"
         self.say(f"starting (log: {server.log})")
@@ -617,40 +631,38 @@ class Run:
         for number, length in enumerate((1, options.burst[0], options.burst[1], options.long)):
             left = max(1.0, deadline - time.monotonic())
             generate(base, random_prompt(length, 1000 + number), 1, timeout=left)
-        self._probe(base)
+        self._probe(base, deadline)
         result["warm_up_s"] = round(time.monotonic() - began, 1)
         self.say(f"warm after {result['warm_up_s']} s")
         with contextlib.suppress(threading.BrokenBarrierError):  # the other server has failed, which that one reports
             both_warm.wait(max(1.0, deadline - time.monotonic()))
-        most = deadline - time.monotonic() - both_warm.parties * options.patience
-        seconds = min(options.seconds, most)
-        self.say(f"traffic for {seconds:.0f} s")
-        died = self._send_and_sample(seconds, most)
-        if died is None:
-            self._probe(base)
-        else:
-            self.failed = f"it ended with exit code {died}\n{server.tail()}"
-
-    def _send_and_sample(self, seconds: float, most: float) -> int | None:
-        """The server's exit code where it ended meanwhile."""
-        sampler, runs = self.sampler, [self, *self.beside]
+        last = deadline - both_warm.parties * options.patience
+        # Time for the last answers and the last probe, however slow the server is.
+        end = last - min(options.request_timeout, 0.3 * (last - time.monotonic()))
+        self.say(f"traffic for {min(options.seconds, end - time.monotonic()):.0f} s or more")
+        sampler = self.sampler
         sampler.start()
         try:
-            lasted = self.traffic.run(
-                seconds, most, lambda: all(run.has_enough() for run in runs), lambda: sampler.died is not None
-            )
-            self.result["seconds"] = round(lasted, 1)
+            answered = (end + last) / 2
+            lasted = self.traffic.run(options.seconds, end, answered, enough, lambda: sampler.died is not None)
+            result["seconds"] = round(lasted, 1)
         finally:
             sampler.end()
-        return sampler.died
+        if sampler.died is None:
+            self._probe(base, last)
+        else:
+            self.failed = f"it ended with exit code {sampler.died}\n{server.tail()}"
 
     def has_enough(self) -> bool:
         """Whether everything was sent and sampled that the checks need, or never will be."""
-        return self.ended or (self.traffic.every_kind() and self.sampler.has_enough())
+        decided = self.ended or self.traffic.went_wrong()
+        return decided or (self.traffic.every_kind() and self.sampler.has_enough())
 
-    def _probe(self, base: str) -> None:
+    def _probe(self, base: str, last: float) -> None:
+        """Ask for the first token of one prompt, which is to be there at ``last`` of ``time.monotonic``."""
         options = self.options
-        answer = generate(base, random_prompt(options.burst[0] - 1, 7), 1, timeout=options.request_timeout)
+        timeout = min(options.request_timeout, max(1.0, last - time.monotonic()))
+        answer = generate(base, random_prompt(options.burst[0] - 1, 7), 1, timeout=timeout)
         self.probes.append([{"name": "probe", **answer}])
 
     def checks(self) -> list[Check]:
@@ -683,19 +695,25 @@ def soak(options: argparse.Namespace, say: Callable[[str], None] = print) -> dic
     own = Run(options, options.mode, options.port, say)
     native = Run(options, "native", options.port + PORT_STEP, say) if options.compare_native else None
     runs = [own] if native is None else [own, native]
-    for run in runs:
-        run.beside = [other for other in runs if other is not run]
-    both_warm = threading.Barrier(len(runs))
+    both_warm, decided = threading.Barrier(len(runs)), threading.Event()
+
+    def enough() -> bool:
+        """Once for both servers, so that their traffic ends at the same time and their growths compare."""
+        if all(run.has_enough() for run in runs):
+            decided.set()
+        return decided.is_set()
+
     # Servers are started and ended here, so that whatever ends this thread ends them.
     try:
         with contextlib.ExitStack() as started:
             for run in runs:
                 choose_port(run.port)  # or another server's answers would be taken for this one's
                 started.enter_context(run.server)
-            threads = [threading.Thread(target=run.drive, args=(deadline, both_warm), daemon=True) for run in runs[1:]]
+            shared = (deadline, both_warm, enough)
+            threads = [threading.Thread(target=run.drive, args=shared, daemon=True) for run in runs[1:]]
             for thread in threads:
                 thread.start()
-            own.drive(deadline, both_warm)
+            own.drive(*shared)
             for thread in threads:
                 thread.join()
     except (AbError, ServerError, OSError) as error:

@@ -26,7 +26,7 @@ fi
 # The tests' tensors are small: more threads only wait for each other, for minutes on a busy machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A module stays together: what its tests share is made once.
-spread=(-n logical --maxprocesses 4 --dist loadscope)
+spread=(-n logical --maxprocesses 4 --dist loadfile)
 
 echo "== tests without a GPU, SGLang 0.5.23"
 "$venv/bin/python" -m pytest -m "not gpu" "${spread[@]}" "$@"

@@ -17,7 +17,7 @@ from pageweaver_sglang.fuzz.campaign import Failure, Settings, Tally
 from pageweaver_sglang.fuzz.variants import VARIANTS
 
 from .options import add_commit_option, positive
-from .output import explain, make_console
+from .output import make_console, say_error
 
 HELP = """random calls of the kernels, each compared with plain attention in float64
 Shapes, lengths, page ids (holes, repeats, past the end, huge), page tables, layouts, scales, settings and buffers vary;
@@ -71,11 +71,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a campaign and print what it found."""
     console = make_console()
     if arguments.seed < 0:
-        console.print(f"[red]--seed[/] must be an integer >= 0, got {arguments.seed}")
+        say_error("fuzz", f"--seed must be an integer >= 0, got {arguments.seed}")
         return 2
     if arguments.device == "cuda" and (reason := _unusable()):
-        console.print(f"[red]can't run:[/] {reason}", highlight=False)
+        say_error("fuzz", f"can't run: {reason}")
         return 2
+    if arguments.json is not None:
+        try:  # before the work whose result would have nowhere to go
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.open("a").close()
+        except OSError as error:
+            say_error("fuzz", error)
+            return 2
     settings = Settings(
         seed=arguments.seed,
         calls=arguments.calls,
@@ -98,13 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     document = campaign.report(settings, tally, times, environment.describe(arguments.commit))
     _print(console, document, tally.failures, settings)
     if arguments.json is not None:
-        try:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-        except OSError as error:
-            console.print(f"[red]can't write the report:[/] {explain(error)}", highlight=False)
-            return 2
-        console.print(f"report: {arguments.json}", highlight=False)
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        console.print(f"report: {arguments.json}", markup=False, highlight=False, soft_wrap=True)
     return 0 if document["passed"] else 1
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from pageweaver_sglang.inspection import Inspection, inspect_workload
 from pageweaver_sglang.synthetic import PRESETS, Recipe, make_workload, preset
 
-from .output import make_console, say_error
+from .output import explain, make_console, say_error
 
 _PRESET_LINES = "\n".join(f"  {name:<14} {text}" for name, (text, _) in PRESETS.items())
 HELP = f"""write a workload file of made page choices with given properties
@@ -105,8 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             report = {"recipe": asdict(recipe), "counts": found.as_dict()}
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     except (OSError, ValueError) as error:
-        text = str(error).removeprefix("Recipe: ").removeprefix("Workload: ")
-        say_error("make-workload", text)
+        say_error("make-workload", explain(error).removeprefix("Recipe: ").removeprefix("Workload: "))
         return 2
     console = make_console()
     tokens = workload.topk_idx.shape[1]

@@ -126,7 +126,7 @@ def test_warm_up_and_equal_prompts(arguments, tmp_path):
     ("how", "reason"),
     [
         ("DIE", "could not be served: the server ended with exit code 1 after "),
-        ("HANG", "could not be served: the server was not ready after 10 s"),
+        ("HANG", "could not be served: the server was not ready after 1"),
         ("REFUSE", "could not be served: warm-up: HTTP 400: "),
         ("WRONG_MODE", "could not be served: the server's log says mode native, so its figures would not be those of"),
     ],

@@ -8,8 +8,9 @@ from pageweaver_sglang.cli import main
 @pytest.mark.parametrize(
     "command",
     [
+        ("ab", "--model", "{}", "--out", "{}"),
         ("bench", "{}"),
-        ("bench", "--compare", "{}", "{}"),
+        ("fuzz", "--device", "cpu", "--calls", "1", "--json", "{}/report.json"),
         ("demo", "--workload", "{}"),
         ("inspect", "{}"),
         ("capture", "--dir", "{}", "--on"),
@@ -20,8 +21,8 @@ from pageweaver_sglang.cli import main
 )
 def test_a_long_name_stays_whole(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
-    file = tmp_path / "no workload of that name, but one with spaces.npz"
-    if command[0] in ("capture", "switch", "make-workload"):
+    file = tmp_path / "no workload of that name, but one [red]with spaces.npz"
+    if command[0] in ("ab", "capture", "fuzz", "make-workload", "switch"):
         file.write_text("a file where a folder is meant")
     assert main([word.format(file) for word in command]) == 2
     out, err = capsys.readouterr()

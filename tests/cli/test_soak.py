@@ -5,6 +5,8 @@ import os
 import shlex
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -69,13 +71,13 @@ def run(tmp_path, smi):
     model = tmp_path / "model"
     sys.modules["make_tiny_m3"].write_model(model, with_weights=False)
 
-    def one(*more):
+    def one(*more, started=True):
         sizes = ["--burst", "20-60", "--long", "200", "--context", "400", "--concurrency", "3"]
-        # The interval is no less than what keeps the samples of two servers, each with a leak, within a gigabyte.
-        times = ["--seconds", "2.5", "--interval", "0.12", "--patience", "0.5", "--request-timeout", "100"]
+        times = ["--seconds", "2.5", "--interval", "0.1", "--patience", "0.5", "--request-timeout", "100"]
         places = ["--model", str(model), "--logs", str(tmp_path / "logs"), "--json", str(tmp_path / "report.json")]
         fake = shlex.join([sys.executable, str(FAKE)])
         code = soak.main([*sizes, *times, *places, "--port", str(free_port()), "--server-cmd", fake, *more])
+        assert server_pids(tmp_path) or not started
         assert not [pid for pid in server_pids(tmp_path) if alive(pid)], "a server's process was left"
         return code, json.loads((tmp_path / "report.json").read_text())
 
@@ -134,7 +136,8 @@ def test_growth_that_native_has_too_is_none_of_pageweavers(run, monkeypatch, lea
     monkeypatch.setenv("FAKE_SCHEDULER_LEAK", "8000000")
     monkeypatch.setenv("FAKE_LEAKS_IN", leaks_in)
     # Both samplers' samples make it grow: by 16 MB from one of a server's samples to the next, of which the second half
-    # has nine more at least. The servers' second halves don't begin and end at the same moment.
+    # has nine more at least. The servers' second halves don't begin and end at the same moment. The interval keeps the
+    # two leaks within half a gigabyte each.
     code, report = run("--compare-native", "--max-growth", "70", "--max-other-growth", "40", "--interval", "0.25")
     assert failures(report) == (["resident memory, scheduler, flat"] if leaks_in == "auto" else [])
     assert code == (1 if leaks_in == "auto" else 0)
@@ -213,6 +216,7 @@ def test_the_server_to_compare_with_dies(run, monkeypatch):
     code, report = run("--compare-native", "--seconds", "100")
     assert code == 1
     assert "native: server started, stayed up and ended cleanly" in failures(report)
+    assert report["native"]["seconds"] < 90, "it stops when its server is gone"
 
 
 def test_a_server_that_dies(run, monkeypatch):
@@ -227,9 +231,8 @@ def test_a_server_that_dies(run, monkeypatch):
 
 
 def test_a_port_that_somebody_else_has(tmp_path, run):
-    (tmp_path / "pids").touch()
     with socket.create_server(("127.0.0.1", 0)) as other:
-        code, report = run("--port", str(other.getsockname()[1]))
+        code, report = run("--port", str(other.getsockname()[1]), started=False)
     assert code == 1
     (check,) = (one for one in report["checks"] if one["name"] == "server started, stayed up and ended cleanly")
     assert "is taken" in check["detail"]
@@ -238,15 +241,67 @@ def test_a_port_that_somebody_else_has(tmp_path, run):
 
 def test_a_server_that_never_gets_ready(run, monkeypatch):
     monkeypatch.setenv("FAKE_HANG", "1")
-    code, report = run("--start-timeout", "1")
+    code, report = run("--start-timeout", "1", started=False)
     assert code == 1
-    assert "not ready after 1 s" in report["checks"][0]["detail"]
+    assert "the server was not ready after " in report["checks"][0]["detail"]
 
 
 def test_a_fallback_that_is_expected(run, monkeypatch):
     monkeypatch.setenv("FAKE_FALLBACK", "1")
     code, report = run("--expected-fallback", "attention sink")
     assert (code, failures(report)) == (0, [])
+
+
+def test_traffic_goes_on_until_there_is_enough_for_a_verdict(run):
+    code, report = run("--seconds", "0.1", "--long", "100", "--burst", "20-60")
+    assert (code, failures(report)) == (0, [])
+    assert set(report["traffic"]) == KINDS
+    assert report["memory"]["second_half"]["scheduler"]["samples"] >= 2 * soak.FEWEST_SAMPLES
+
+
+def test_two_servers_traffic_ends_at_the_same_time(run, monkeypatch):
+    """Also where one of them has seen enough long before the other."""
+    monkeypatch.setattr(soak.Sampler, "has_enough", lambda self: len(self.samples) > (3 if native(self) else 30))
+
+    def native(sampler):
+        return "native" in str(sampler._server.log)
+
+    _, report = run("--compare-native", "--seconds", "0.1")
+    assert len(report["memory"]["samples"]) > 30
+    assert len(report["native"]["memory"]["samples"]) > 20
+
+
+@pytest.fixture
+def idle_traffic(monkeypatch):
+    """Traffic whose requests all hang until the test is over."""
+    over = threading.Event()
+    traffic = soak.Traffic(1, soak.parse_options([]))
+    for name in ("small", "burst", "long", "aborts", "refusals"):
+        monkeypatch.setattr(traffic, name, lambda rng: over.wait(100))
+    yield traffic
+    over.set()
+
+
+def test_traffic_ends_in_time_with_a_server_that_hangs(idle_traffic):
+    begin = time.monotonic()
+    lasted = idle_traffic.run(0.1, begin + 0.5, begin + 0.7, lambda: False, lambda: False)
+    assert lasted >= 0.5 - 0.1  # its own clock starts a little later
+    assert time.monotonic() - begin < 60, "five requests that hang are not waited for"
+
+
+def test_traffic_ends_when_there_is_enough(idle_traffic):
+    asked = []
+    begin = time.monotonic()
+    lasted = idle_traffic.run(0.3, begin + 600, begin, lambda: len(asked) == 3 or asked.append(1), lambda: False)
+    assert 0.3 <= lasted < 60
+    assert len(asked) == 3
+
+
+def test_traffic_does_not_go_on_once_something_went_wrong(run, monkeypatch):
+    monkeypatch.setenv("FAKE_TAKES_ALL", "1")
+    code, report = run("--seconds", "1", "--interval", "100")
+    assert code == 1
+    assert report["seconds"] < 90
 
 
 @pytest.mark.parametrize(

@@ -141,4 +141,4 @@ def test_without_a_gpu_the_command_says_so(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert main(["fuzz", "--calls", "1"]) == 2
-    assert "no CUDA device; --device cpu" in capsys.readouterr().out
+    assert "no CUDA device; --device cpu" in capsys.readouterr().err

@@ -135,7 +135,7 @@ if "--version" in sys.argv:
 with open(os.path.join(folder, "calls"), "a") as calls:
     calls.write(" ".join(sys.argv[1:]) + "\\n")
 deadline = time.monotonic() + 60
-while {until} and time.monotonic() < deadline:
+while {busy} and time.monotonic() < deadline:
     time.sleep(0.02)
 if {fails}:
     print("bindings.cu(7): error: identifier is undefined", file=sys.stderr)
@@ -153,10 +153,10 @@ class FakeToolkit:
         self.folder = folder
         self.nvcc = folder / "nvcc"
 
-    def install(self, *, release="12.8", until="False", fails=False):
-        """``until``: an expression in Python, true as long as the compiler pretends to be busy."""
+    def install(self, *, release="12.8", busy="False", fails=False):
+        """``busy``: an expression in Python, true as long as the compiler pretends to be busy."""
         self.folder.mkdir(exist_ok=True)
-        script = FAKE_NVCC.format(python=sys.executable, release=release, until=until, fails=fails)
+        script = FAKE_NVCC.format(python=sys.executable, release=release, busy=busy, fails=fails)
         self.nvcc.write_text(script)
         self.nvcc.chmod(0o755)
         loader._nvcc_version.cache_clear()
@@ -251,7 +251,7 @@ def test_built_library_is_found_without_nvcc(toolkit, monkeypatch):
 
 def test_processes_that_start_together_compile_once(toolkit, sources):
     # The first one compiles until both others have said that they wait.
-    toolkit.install(until="sum('waiting' in open(f'{folder}/said-{n}').read() for n in range(3)) < 2")
+    toolkit.install(busy="sum('waiting' in open(f'{folder}/said-{n}').read() for n in range(3)) < 2")
     program = f"""
         from pathlib import Path
         from pageweaver_sglang.cuda import loader
