@@ -38,7 +38,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import statistics
 import sys
 import threading
@@ -54,7 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import make_tiny_m3
 
 from pageweaver_sglang.bench import environment
-from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, random_prompt
+from pageweaver_sglang.bench.server import ServerError, ServerProcess, generate, one_stop, random_prompt
 from pageweaver_sglang.serving_ab.launch import choose_port, plugin_variables, wait_until_it_answers
 from pageweaver_sglang.serving_ab.serverlog import FALLBACK, STATUS
 from pageweaver_sglang.serving_ab.settings import AbError
@@ -781,9 +780,8 @@ def run(
         if not (folder / "config.json").exists():
             say(f"writing a tiny model with {in_words(q_heads, kv_heads)} to {folder}")
             make_tiny_m3.write_model(folder, q_heads=q_heads, kv_heads=kv_heads)
-    # End the server too when this script is told to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report = check(options, say)
+    with one_stop():
+        report = check(options, say)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     print_report(report, say)

@@ -382,6 +382,8 @@ class Sampler(threading.Thread):
         self.samples: list[Sample] = []
         self.died: int | None = None
         """The server's exit code, when it ended by itself."""
+        self.counts = True
+        """Whether what is sampled from now on counts."""
         self._server = server
         self._interval = interval
         self._stop_sampling = threading.Event()
@@ -398,7 +400,9 @@ class Sampler(threading.Thread):
                 by_name[name] = round(by_name.get(name, 0.0) + resident_mb(pid), 1)
             seconds = round(time.monotonic() - start, 2)
             schedulers = [pid for pid, name in names.items() if name.startswith(SCHEDULER)]
-            self.samples.append(Sample(seconds, len(names), by_name, gpu_mb(), server_gpu_mb(list(names), schedulers)))
+            sample = Sample(seconds, len(names), by_name, gpu_mb(), server_gpu_mb(list(names), schedulers))
+            if self.counts:
+                self.samples.append(sample)
             self._stop_sampling.wait(self._interval)
 
     def has_enough(self) -> bool:
@@ -700,6 +704,8 @@ def soak(options: argparse.Namespace, say: Callable[[str], None] = print) -> dic
     def enough() -> bool:
         """Once for both servers, so that their traffic ends at the same time and their growths compare."""
         if all(run.has_enough() for run in runs):
+            for run in runs:
+                run.sampler.counts = False  # the last answers may take long, with nothing sent any more
             decided.set()
         return decided.is_set()
 

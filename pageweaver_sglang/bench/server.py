@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +23,31 @@ from typing import Any
 # server means minutes of compiling.
 READY_LINE = "The server is fired up and ready to roll"
 _ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")  # as a traceback ends
+
+
+@contextlib.contextmanager
+def one_stop() -> Iterator[None]:
+    """Meanwhile the first SIGINT or SIGTERM raises KeyboardInterrupt or SystemExit, and no later one counts.
+
+    For commands that start servers: an impatient second Ctrl-C would leave a server behind. After a stop both signals
+    stay ignored, since the process ends. A SIGINT that is ignored already, as in a shell's background, stays ignored.
+    """
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+
+    def stop(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    former = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)
 
 
 class ServerError(RuntimeError):
@@ -39,6 +67,10 @@ def _stat(pid: int) -> tuple[int, int, str, str] | None:
 def _table() -> dict[int, tuple[int, int, str, str]]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return {pid: stat for pid in pids if (stat := _stat(pid)) is not None}
+
+
+_MARK = "_PAGEWEAVER_SERVER_ID"
+"""Environment variable that a server's processes inherit: one whose parent is gone is still known as its own."""
 
 
 class ServerProcess:
@@ -62,9 +94,11 @@ class ServerProcess:
         self.command = list(command)
         self.log = log
         self.patience = patience
-        self._environment = {**os.environ, **(environment or {})}
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+        self._environment = {**os.environ, **(environment or {}), _MARK: self._mark.partition("=")[2]}
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[int, str] = {}
+        self._strangers: set[tuple[int, str]] = set()
         self._started = 0.0
 
     def __enter__(self) -> ServerProcess:
@@ -140,11 +174,25 @@ class ServerProcess:
         assert self._process is not None
         return self._process.poll()
 
+    def _is_marked(self, pid: int, start: str) -> bool:
+        """Whether a process has inherited the server's environment; some that name themselves overwrite theirs."""
+        if (pid, start) in self._strangers:
+            return False
+        try:
+            found = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # gone, or somebody else's
+            found = b"?"
+        marked = self._mark.encode() in found.split(b"\0")
+        if found and not marked:  # one that is just being started has none for a moment
+            self._strangers.add((pid, start))
+        return marked
+
     def _members(self) -> list[int]:
-        """Living processes of the server: its group, and all descendants ever seen (some start their own session)."""
+        """Living processes of the server: its group, those with its environment, and all descendants ever seen (some
+        start their own session)."""
         assert self._process is not None
         table = _table()
-        family = {self._process.pid}
+        family = {self._process.pid} | {pid for pid, stat in table.items() if self._is_marked(pid, stat[3])}
         grew = True
         while grew:
             grew = False

@@ -6,8 +6,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from pageweaver_sglang.bench.server import one_stop
 from pageweaver_sglang.config import ConfigError, load_config
 from pageweaver_sglang.serving_ab.session import Progress, run_session
 from pageweaver_sglang.serving_ab.settings import ARMS, AbError, Cell, Settings
@@ -185,13 +184,11 @@ def run(arguments: argparse.Namespace) -> int:
         os.replace(partial, target)
 
     shown = _Shown(console)
-    # Servers are ended on SIGTERM as they are on Ctrl-C.
-    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         settings = settings_of(arguments)
         for folder in (arguments.out, target.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        with shown.bar:
+        with one_stop(), shown.bar:
             run_session(settings, save, shown, arguments.commit)
     except (AbError, OSError) as error:
         say_error("ab", error)
@@ -201,8 +198,6 @@ def run(arguments: argparse.Namespace) -> int:
             print_report(latest, console)
             console.print(f"Interrupted. What was measured: {target}", style="bold red", markup=False, highlight=False)
         return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0)
-    finally:
-        signal.signal(signal.SIGTERM, former)
     print_report(latest, console)
     console.print(f"Everything: {target}", markup=False, highlight=False)
     if not any(row["arms"] for row in latest["loads"]):

@@ -44,7 +44,7 @@ class Settings:
     variants: tuple[str, ...] | None = None
     batch: int = 32
     seconds: float | None = None
-    patience: float = 120.0
+    patience: float = 600.0
 
 
 @dataclass

@@ -206,10 +206,14 @@ def choose_port(wanted: int) -> int:
         return int(probe.getsockname()[1])
 
 
+SPARE_PORTS = range(20000, 32000)
+"""Where spare ones are looked for; outgoing connections get higher ones."""
+
+
 def spare_ports(count: int) -> list[int]:
     """Ports that are free and that no outgoing connection is given, in the minute until a server takes one."""
     found: list[int] = []
-    for port in random.SystemRandom().sample(range(20000, 32000), 12000):
+    for port in random.SystemRandom().sample(SPARE_PORTS, len(SPARE_PORTS)):
         if len(found) == count:
             break
         with contextlib.suppress(AbError):

@@ -25,7 +25,9 @@ WORDS = sorted(
 VALUES = (
     SCALARS | st.sampled_from(WORDS) | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=3), SCALARS)
 )
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def allowed(key: str, value: object) -> bool:

@@ -42,7 +42,7 @@ def test_import_is_clean(tmp_path, use):
         "PAGEWEAVER_CACHE_DIR": str(tmp_path / "c"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("{use}", use)], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM.replace("{use}", use)], env=env, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     bare, after, cuda = json.loads(done.stdout)

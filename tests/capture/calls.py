@@ -80,7 +80,7 @@ def state(folder: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:
+def wait_for(condition, seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -72,6 +73,9 @@ def wrong_with(text: bytes) -> str | None:
     return None
 
 
+counting = threading.Lock()
+
+
 class Handler(BaseHTTPRequestHandler):
     calls = 0
     kept: ClassVar[list[bytes]] = []
@@ -88,11 +92,13 @@ class Handler(BaseHTTPRequestHandler):
             text = json.dumps({"input_ids": [300], "sampling_params": {"max_new_tokens": 1}})
         body = json.loads(text)
         prompt, new = body["input_ids"], body["sampling_params"]["max_new_tokens"]
-        Handler.calls += 1
+        with counting:
+            Handler.calls += 1
+            number = Handler.calls
         if leak := int(os.environ.get("FAKE_LEAK", 0)):  # for every sample of memory, as the helper's
             samples = Path(os.environ["FAKE_SMI"]).read_bytes().count(b"\n")
             Handler.kept += [b"x" * leak for _ in range(samples - len(Handler.kept))]
-        if Handler.calls == int(os.environ.get("FAKE_DIE_AFTER", -1)):
+        if number == int(os.environ.get("FAKE_DIE_AFTER", -1)):
             print("CUDA error: an illegal memory access was encountered", flush=True)
             os._exit(3)
         if body.get("stream"):

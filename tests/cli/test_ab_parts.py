@@ -89,10 +89,12 @@ def test_a_client_without_a_result(tmp_path):
         ("true", "left no result in result.jsonl"),
         (f"echo nonsense >{output}", "left no result in result.jsonl .JSONDecodeError"),
         (f"echo [] >{output}", "is no mapping"),
-        ("echo what happened; sleep 60", "was not done after 0 s\nwhat happened"),
+        ("echo what happened; sleep 600", "was not done after 5 s\nwhat happened"),
     ):
         with pytest.raises(ClientError, match=message):
-            ProcessPerLoad(["sh", "-c"], "tested").run([script], tmp_path / "log", output, 0.4)
+            ProcessPerLoad(["sh", "-c"], "tested").run(
+                [script], tmp_path / "log", output, 5 if "sleep" in script else 600
+            )
 
 
 CLIENT = """
@@ -105,7 +107,7 @@ def cli_main():
     if words[0] == "result":
         pathlib.Path(words[1]).write_text('{"number": 1}')
     elif words[0] == "sleep":
-        time.sleep(60)
+        time.sleep(600)
     elif words[0] == "die":
         os._exit(9)
     elif words[0] == "raise":
@@ -120,7 +122,7 @@ def worker(tmp_path, monkeypatch):
     """A worker with a client that does as its arguments say."""
     (tmp_path / "a_client.py").write_text(CLIENT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = Worker("a_client", tmp_path / "worker.log", start_timeout=60)
+    made = Worker("a_client", tmp_path / "worker.log", start_timeout=600)
     yield made
     made.close()
 
@@ -129,7 +131,7 @@ def test_a_worker_runs_loads_in_one_process(worker, tmp_path):
     log, output = tmp_path / "log", tmp_path / "result"
     pids = set()
     for _ in range(2):
-        assert worker.run(["result", str(output)], log, output, 30) == {"number": 1}
+        assert worker.run(["result", str(output)], log, output, 600) == {"number": 1}
         said = log.read_text().splitlines()
         pids.add(said[0].split()[1])
         assert said == [f"pid {said[0].split()[1]} result {output}", "read ''"]  # of this load alone, with no input
@@ -140,7 +142,7 @@ def test_a_worker_runs_loads_in_one_process(worker, tmp_path):
         (["0"], "left no result"),
     ):
         with pytest.raises(ClientError, match=message):
-            worker.run(words, log, output, 30)
+            worker.run(words, log, output, 600)
         pids.add(log.read_text().split()[1])
     assert len(pids) == 1
     assert "imported" in (tmp_path / "worker.log").read_text()
@@ -148,7 +150,7 @@ def test_a_worker_runs_loads_in_one_process(worker, tmp_path):
 
 @pytest.mark.parametrize(
     ("word", "seconds", "message"),
-    [("sleep", 0.5, "was not done after 0 s\npid"), ("die", 30, "ended with exit code 9\npid")],
+    [("sleep", 5, "was not done after 5 s\npid"), ("die", 600, "ended with exit code 9\npid")],
 )
 def test_a_worker_that_is_lost_is_replaced(worker, tmp_path, word, seconds, message):
     log, output = tmp_path / "log", tmp_path / "result"
@@ -157,13 +159,13 @@ def test_a_worker_that_is_lost_is_replaced(worker, tmp_path, word, seconds, mess
     with pytest.raises(ClientError, match=message):
         worker.run([word], log, output, seconds)
     assert first.poll() is not None
-    assert worker.run(["result", str(output)], log, output, 30) == {"number": 1}
+    assert worker.run(["result", str(output)], log, output, 600) == {"number": 1}
     second = worker._process
     second.kill()
     second.wait()
     with pytest.raises(ClientError, match="the client's process"):
-        worker.run(["result", str(output)], log, output, 30)
-    assert worker.run(["result", str(output)], log, output, 30) == {"number": 1}
+        worker.run(["result", str(output)], log, output, 600)
+    assert worker.run(["result", str(output)], log, output, 600) == {"number": 1}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_a_worker_that_is_lost_is_replaced(worker, tmp_path, word, seconds, mess
 def test_a_client_that_a_worker_cannot_use(tmp_path, monkeypatch, text, why):
     (tmp_path / "other_client.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    worker = Worker("other_client", tmp_path / "worker.log", start_timeout=60)
+    worker = Worker("other_client", tmp_path / "worker.log", start_timeout=600)
     assert why in worker.unusable()
     worker.close()
 
@@ -348,7 +350,7 @@ def test_the_kept_client_sends_what_its_command_line_sends(tmp_path, monkeypatch
     server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     settings, output = Settings(str(tmp_path)), tmp_path / "out.jsonl"
-    kept = Worker(module, tmp_path / "worker.log", start_timeout=120)
+    kept = Worker(module, tmp_path / "worker.log", start_timeout=1800)
     alone = ProcessPerLoad((sys.executable, "-m", module), "tested")
 
     def load(client, seed):
@@ -356,7 +358,7 @@ def test_the_kept_client_sends_what_its_command_line_sends(tmp_path, monkeypatch
         arguments = launch.client_arguments(
             settings, Cell(40, 1), port=server.server_port, seed=seed, output=output, requests=3
         )
-        result = client.run(arguments, tmp_path / "log", output, 120)
+        result = client.run(arguments, tmp_path / "log", output, 1800)
         assert read_result(result, 3, 1)["failure"] is None
         return list(Recorder.bodies), set(result), result["input_lens"]
 

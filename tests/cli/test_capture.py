@@ -47,7 +47,8 @@ def test_on_and_off(capsys, tmp_path):
     assert code == 0
     assert "No server has used this folder yet" in shown
     assert read_control(folder) == Control(True, SETTINGS)
-    assert run(capsys, "--dir", folder)[1].count("control.json says on and goes before these settings") == 1
+    shown = " ".join(run(capsys, "--dir", folder)[1].split())
+    assert shown.count("control.json says on and goes before these settings") == 1
     assert run(capsys, "--dir", folder, "--off")[0] == 0
     assert read_control(folder) == Control(False, {})
     assert "says off" in run(capsys, "--dir", folder)[1]

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.interruptible import alive
+
 from . import load_script
-from .test_serve_check import FAKE, alive, free_port, server_pids
+from .test_serve_check import FAKE, free_port, server_pids
 
 load_script("make_tiny_m3")
 load_script("serve_check")
@@ -268,7 +270,7 @@ def test_two_servers_traffic_ends_at_the_same_time(run, monkeypatch):
 
     _, report = run("--compare-native", "--seconds", "0.1")
     assert len(report["memory"]["samples"]) > 30
-    assert len(report["native"]["memory"]["samples"]) > 20
+    assert len(report["native"]["memory"]["samples"]) > 8, "it did not end at its fourth"
 
 
 @pytest.fixture
@@ -285,8 +287,8 @@ def idle_traffic(monkeypatch):
 def test_traffic_ends_in_time_with_a_server_that_hangs(idle_traffic):
     begin = time.monotonic()
     lasted = idle_traffic.run(0.1, begin + 0.5, begin + 0.7, lambda: False, lambda: False)
-    assert lasted >= 0.5 - 0.1  # its own clock starts a little later
-    assert time.monotonic() - begin < 60, "five requests that hang are not waited for"
+    assert begin + 0.5 <= time.monotonic() < begin + 60, "five requests that hang for 100 s are not waited for"
+    assert lasted > 0
 
 
 def test_traffic_ends_when_there_is_enough(idle_traffic):

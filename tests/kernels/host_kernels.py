@@ -188,7 +188,7 @@ def run_replay(library: Path, cases: list[tuple], *arguments: str, environment: 
     file.write_bytes(pickle.dumps(cases))
     command = [sys.executable, __file__, str(library), str(file), *arguments]
     environment = {**os.environ, **(environment or {})}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
 
 
 def compile_with_removable_barriers(folder: Path, source: str, barrier: str) -> tuple[Path, int]:

@@ -68,7 +68,7 @@ def run_program(plugin_path, tmp_path_factory):
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=300,
+            timeout=1800,  # of one that hangs
             check=False,
         )
         assert done.returncode == 0, done.stdout[-6000:]
