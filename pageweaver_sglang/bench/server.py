@@ -94,8 +94,9 @@ class ServerProcess:
         self.command = list(command)
         self.log = log
         self.patience = patience
-        self._mark = f"{_MARK}={uuid.uuid4().hex}"
-        self._environment = {**os.environ, **(environment or {}), _MARK: self._mark.partition("=")[2]}
+        own = uuid.uuid4().hex
+        self._mark = f"{_MARK}={own}".encode()
+        self._environment = {**os.environ, **(environment or {}), _MARK: own}
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[int, str] = {}
         self._strangers: set[tuple[int, str]] = set()
@@ -182,7 +183,7 @@ class ServerProcess:
             found = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:  # gone, or somebody else's
             found = b"?"
-        marked = self._mark.encode() in found.split(b"\0")
+        marked = self._mark in found.split(b"\0")
         if found and not marked:  # one that is just being started has none for a moment
             self._strangers.add((pid, start))
         return marked

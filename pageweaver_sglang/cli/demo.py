@@ -20,7 +20,7 @@ from pageweaver_sglang.bench.protocol import ArmUnavailable, Protocol, Timing
 from pageweaver_sglang.bench.workloads import WorkloadNotFound, expected_counts, find_workload, workload_names
 
 from .options import add_commit_option, add_protocol_options, positive
-from .output import make_console, say_error
+from .output import claim, make_console, say_error
 
 HELP = """show what PageWeaver does on one recorded workload; on a Hopper GPU, measure it
 Without a GPU: counts page visits in the original and the regrouped orders, checks them, and checks that attention
@@ -68,9 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         workload = pw.load_workload(path)
         if 0 in workload.topk_idx.shape or int(workload.cu_seqlens[-1]) == 0:
             raise ValueError(f"{path}: holds no query that picks pages")
-        if arguments.json:  # before the work whose result would have nowhere to go
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.open("a").close()
+        if arguments.json:
+            claim(arguments.json)
     except (WorkloadNotFound, ValueError, OSError) as error:
         say_error("demo", error)
         return 2

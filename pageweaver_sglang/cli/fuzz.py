@@ -17,7 +17,7 @@ from pageweaver_sglang.fuzz.campaign import Failure, Settings, Tally
 from pageweaver_sglang.fuzz.variants import VARIANTS
 
 from .options import add_commit_option, positive
-from .output import make_console, say_error
+from .output import claim, make_console, say_error
 
 HELP = """random calls of the kernels, each compared with plain attention in float64
 Shapes, lengths, page ids (holes, repeats, past the end, huge), page tables, layouts, scales, settings and buffers vary;
@@ -77,9 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         say_error("fuzz", f"can't run: {reason}")
         return 2
     if arguments.json is not None:
-        try:  # before the work whose result would have nowhere to go
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.open("a").close()
+        try:
+            claim(arguments.json)
         except OSError as error:
             say_error("fuzz", error)
             return 2

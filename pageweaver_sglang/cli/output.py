@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -13,6 +14,15 @@ LOG_WIDTH = 140
 def make_console() -> Console:
     """A console on standard output, as wide as the terminal, or :data:`LOG_WIDTH` where there is none."""
     return Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+
+
+def claim(report: Path) -> None:
+    """Make sure that a file can be written, before the work whose result would have nowhere to go.
+
+    Raises OSError when it can't.
+    """
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.open("a").close()
 
 
 def say_error(command: str, what: Exception | str, console: Console | None = None) -> None:

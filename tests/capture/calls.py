@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -78,10 +77,3 @@ def files(folder: Path) -> list[str]:
 def state(folder: Path) -> dict:
     (path,) = folder.glob("state-*.json")
     return json.loads(path.read_text())
-
-
-def wait_for(condition, seconds: float = 600.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)

@@ -10,8 +10,9 @@ import torch
 import pageweaver_sglang as pw
 from pageweaver_sglang.capture import recorder as recording
 from pageweaver_sglang.capture.snapshot import Snapshot
+from tests.waiting import wait_for
 
-from .calls import files, make_call, state, wait_for
+from .calls import files, make_call, state
 
 pytestmark = pytest.mark.gpu
 

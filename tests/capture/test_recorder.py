@@ -12,8 +12,9 @@ import pageweaver_sglang as pw
 from pageweaver_sglang.capture import recorder as recording
 from pageweaver_sglang.capture.control import CaptureError, Control, write_control
 from pageweaver_sglang.capture.snapshot import HostLengths, Snapshot
+from tests.waiting import wait_for
 
-from .calls import files, make_call, reference_output, state, wait_for
+from .calls import files, make_call, reference_output, state
 
 
 @pytest.fixture(autouse=True)

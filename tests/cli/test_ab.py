@@ -16,6 +16,7 @@ from pageweaver_sglang.cli import main
 from pageweaver_sglang.plugin import control
 from pageweaver_sglang.serving_ab import idle, launch, switching
 from tests.cli.interruptible import alive, running
+from tests.waiting import wait_for
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -29,14 +30,6 @@ def fake(name):
 def pids(tmp_path) -> list[int]:
     path = tmp_path / "pids"
     return [int(pid) for pid in path.read_text().split()] if path.exists() else []
-
-
-def wait_for(condition) -> bool:
-    """Whether it came true before long."""
-    end = time.monotonic() + 600
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.fixture
@@ -426,13 +419,12 @@ def test_ended_by_a_signal(arguments, tmp_path, number, where, more, kept):
     with running(command, environment) as one:
         servers = 3 if more else 1
         expected = 2 * servers + (0 if where == "FAKE_HANG" else 2)
-        started = wait_for(lambda: len(pids(tmp_path)) >= expected)
+        wait_for(lambda: len(pids(tmp_path)) >= expected)
         one.send_signal(number)
         wait_for(lambda: not all(alive(pid) for pid in pids(tmp_path)))  # it is ending them
         for _ in range(5):
             one.send_signal(signal.SIGINT)  # the impatient
             time.sleep(0.3)
-        assert started
         assert one.wait(600) == (130 if number == signal.SIGINT else 143)
     assert len(pids(tmp_path)) == expected
     assert not [pid for pid in pids(tmp_path) if alive(pid)]

@@ -7,13 +7,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pageweaver_sglang.serving_ab import launch
 from tests.cli.interruptible import alive, running
+from tests.waiting import wait_for
 
 from . import load_script
 
@@ -300,10 +300,7 @@ def test_ended_by_a_signal(arguments, tmp_path, number, jobs):
     environment = {**os.environ, "FAKE_HANG": "1"}
     script = [sys.executable, str(ROOT / "scripts" / "serve_check.py")]
     with running([*script, *arguments, "--jobs", str(jobs)], environment) as one:
-        for _ in range(6000):
-            if len(server_pids(tmp_path)) == 2 * jobs:
-                break
-            time.sleep(0.1)
+        wait_for(lambda: len(server_pids(tmp_path)) == 2 * jobs)
         one.send_signal(number)
         assert one.wait(600) != 0
     assert len(server_pids(tmp_path)) == 2 * jobs

@@ -21,6 +21,7 @@ from pageweaver_sglang.config import Config
 from pageweaver_sglang.plugin import control, operations, step3, timing
 from pageweaver_sglang.plugin.options import BackendError
 from pageweaver_sglang.serving_ab.serverlog import read_log
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -36,13 +37,6 @@ def running(tmp_path):
     yield start
     for each in started:
         each.close()
-
-
-def wait_for(condition, seconds=600.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.01)
 
 
 def serve(switch, **settings):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from pathlib import Path
 
 from serving_process import start  # isort: skip
@@ -22,19 +21,13 @@ from sparse_case import Case  # noqa: E402
 
 from pageweaver_sglang.config import load_config  # noqa: E402
 from pageweaver_sglang.plugin import control, step3  # noqa: E402
+from tests.waiting import wait_for  # noqa: E402
 
 folder = Path(os.environ["PAGEWEAVER_CONTROL_DIR"])
 config = load_config()
 case = Case(server_args, [300], [6], layers=3)
 ours = case.backend.sparse.operations
 report: dict = {"one per process": Case(server_args, [0], [2]).backend.sparse.operations is ours}
-
-
-def wait_for(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.005)
 
 
 def switch(on: bool) -> None:
